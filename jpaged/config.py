@@ -1,0 +1,106 @@
+"""The engine's fixed sizes: everything that decides a compiled shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of one engine. All of them are static shapes of the compiled step; None means "choose for me",
+    and `LLM` and `Engine` fill it in from the model and the device before anything is compiled.
+
+    Args:
+        page_size: token slots in a page.
+        num_pages: pages of the pool that requests can use (one scratch page is added); None: from
+            `pool_bytes`, or from the device's memory.
+        pool_bytes: bytes for keys and values, an alternative to `num_pages`.
+        max_num_seqs: slots, that is, requests that run at the same time.
+        max_num_batched_tokens: the most tokens one step computes.
+        max_model_len: the most tokens (prompt and output) of one request; None: what the model allows, or
+            what the pool holds where that is less.
+        max_queue: requests that can wait on the device beside those that run; more wait on the host.
+        dtype: of weights, activations and the pool: "float32", "bfloat16", "float16", or "auto" (float32 on a
+            CPU, bfloat16 elsewhere).
+        seed: from which requests without a seed of their own draw one.
+        gpu_memory_utilization: on a GPU, the share of its memory that weights, pool and the compiled step's
+            temporaries may take together; in (0, 1].
+        token_budgets: the step is compiled once for each of these sizes, and the smallest that holds the work
+            is run; None: powers of two from 8 to `max_num_batched_tokens`.
+        steps_per_burst: steps that one device call runs at most.
+
+    Raises:
+        ValueError: naming the field, the value given, and what is allowed.
+    """
+
+    page_size: int = 16
+    num_pages: int | None = None
+    pool_bytes: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 256
+    max_model_len: int | None = None
+    max_queue: int = 64
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    seed: int = 0
+    gpu_memory_utilization: float = 0.9
+    token_budgets: tuple[int, ...] | None = None
+    steps_per_burst: int = 8
+
+    def __post_init__(self):
+        counts = (
+            "page_size", "max_num_seqs", "max_num_batched_tokens", "max_queue", "steps_per_burst",
+        )  # fmt: skip
+        for name in counts:
+            self._check(name, 1, optional=False)
+        for name in ("num_pages", "pool_bytes", "max_model_len"):
+            self._check(name, 1, optional=True)
+        self._check("seed", 0, optional=False)
+        if self.num_pages is not None and self.pool_bytes is not None:
+            raise ValueError(
+                f"give num_pages ({self.num_pages}) or pool_bytes ({self.pool_bytes}), not both"
+            )
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.token_budgets is not None:
+            budgets = tuple(self.token_budgets)
+            object.__setattr__(self, "token_budgets", budgets)
+            if not budgets or list(budgets) != sorted(set(budgets)) or budgets[0] < 1:
+                raise ValueError(f"token_budgets must be increasing counts, got {budgets}")
+            if budgets[-1] != self.max_num_batched_tokens:
+                raise ValueError(
+                    f"the last of token_budgets ({budgets[-1]}) must be max_num_batched_tokens "
+                    f"({self.max_num_batched_tokens})"
+                )
+
+    def _check(self, name: str, least: int, *, optional: bool):
+        value = getattr(self, name)
+        if optional and value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            allowed = f"an integer of at least {least}" + (" or None" if optional else "")
+            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The compiled token budgets, smallest first."""
+        if self.token_budgets is not None:
+            return self.token_budgets
+        top = self.max_num_batched_tokens
+        powers = [2**e for e in range(3, top.bit_length()) if 2**e < top]
+        return (*powers, top)
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """Columns of the page table. Needs `max_model_len` to be set."""
+        if self.max_model_len is None:
+            raise ValueError("max_model_len is not set yet; LLM and Engine set it from the model and the pool")
+        return -(-self.max_model_len // self.page_size)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
+        return f"EngineConfig({shown})"

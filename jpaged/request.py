@@ -1,0 +1,146 @@
+"""What a caller asks for and what comes back. Names and fields follow vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a continuation ended."""
+
+    STOP = "stop"  # an end-of-sequence or stop token was generated
+    LENGTH = "length"  # max_tokens or max_model_len was reached
+    ABORT = "abort"  # the caller gave it up
+    ERROR = "error"  # its logits were not finite
+
+
+#: the most stop ids one request can carry; a static shape of the compiled step
+MAX_STOP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    Args:
+        temperature: 0 is greedy: the largest logit, the lowest id on a tie.
+        top_k: keep the `top_k` largest logits (the lowest ids on a tie); 0 and -1 keep all.
+        top_p: keep the smallest set of tokens whose probability reaches `top_p`; in (0, 1].
+        min_p: drop tokens less probable than `min_p` times the most probable one; in [0, 1].
+        seed: makes sampling reproducible, whatever else runs at the time; None: the engine draws one.
+        max_tokens: the most tokens to generate; None: as many as max_model_len leaves.
+        min_tokens: no end-of-sequence or stop token is sampled before this many were generated.
+        stop_token_ids: end after generating one of these; it is part of `token_ids`, not of `text`.
+        ignore_eos: generate through the model's own end-of-sequence tokens.
+
+    Raises:
+        ValueError: naming the field, the value given, and what is allowed.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check("temperature", self.temperature, float, lambda v: math.isfinite(v) and v >= 0, "finite, at least 0")
+        _check("top_k", self.top_k, int, lambda v: -1 <= v < 2**31, "-1 or 0 (all tokens) or a positive count")
+        _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "in (0, 1]")
+        _check("min_p", self.min_p, float, lambda v: 0 <= v <= 1, "in [0, 1]")
+        _check("min_tokens", self.min_tokens, int, lambda v: 0 <= v < 2**31, "at least 0")
+        if self.max_tokens is not None:
+            _check("max_tokens", self.max_tokens, int, lambda v: v >= 1, "at least 1, or None")
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(
+                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+                )
+        if self.seed is not None:
+            _check("seed", self.seed, int, lambda v: 0 <= v < 2**32, "in [0, 2**32), or None")
+        for token in self.stop_token_ids:
+            _check("stop_token_ids", token, int, lambda v: 0 <= v < 2**31, "token ids, at least 0")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+
+
+def _check(name, value, kind, allowed, words):
+    numeric = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    if not numeric:  # numpy scalars say what they are through __index__ / __float__
+        dtype_kind = getattr(getattr(value, "dtype", None), "kind", "")
+        numeric = getattr(value, "shape", None) == () and dtype_kind in ("fiu" if kind is float else "iu")
+    if not numeric or not allowed(value):
+        raise ValueError(f"{name} must be {words}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked prompt on its way to the engine. `prompt_token_ids` is never empty."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability the model gave a token, before temperature and truncation."""
+
+    logprob: float
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation. `logprobs[i]` maps `token_ids[i]` to its `Logprob`, as in vLLM;
+    `cumulative_logprob` is the sum over the chosen tokens."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: list[dict[int, Logprob]]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened, in seconds of one monotonic clock."""
+
+    arrival_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its continuations, in the order of `index`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def __repr__(self) -> str:
+        first = self.outputs[0] if self.outputs else None
+        text = "" if first is None else first.text if len(first.text) <= 60 else first.text[:57] + "..."
+        reason = None if first is None or first.finish_reason is None else str(first.finish_reason)
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, prompt_tokens={len(self.prompt_token_ids)}, "
+            f"output_tokens={sum(len(o.token_ids) for o in self.outputs)}, finish_reason={reason!r}, "
+            f"text={text!r})"
+        )
