@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -51,6 +52,9 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    #: rotary frequency i is divided by entry i; head_dim / 2 of them. GGUF stores Llama 3.1's scaling so; it
+    #: takes the place of `rope_scaling`
+    rope_freq_factors: tuple[float, ...] | None = None
     #: a query sees the last `sliding_window` tokens, itself included; None: all of them
     sliding_window: int | None = None
     bos_token_id: int | None = None
@@ -70,6 +74,14 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.rope_freq_factors is not None:
+            factors = self.rope_freq_factors
+            if len(factors) != self.head_dim // 2 or not all(0 < factor < math.inf for factor in factors):
+                raise ValueError(
+                    f"rope_freq_factors must be {self.head_dim // 2} positive numbers (head_dim / 2), got {factors}"
+                )
+            if self.rope_scaling is not None:
+                raise ValueError("give rope_scaling or rope_freq_factors, not both")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
         ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))

@@ -1,0 +1,174 @@
+"""Orbax directories: a flat set of named arrays, a JSON description, and small text files beside them.
+
+    DIR/checkpoint.json     format, metadata, shape and dtype of every array
+    DIR/arrays/             what Orbax writes
+    DIR/files/              text files, for example a tokenizer
+
+Arrays come back on whatever devices the caller has; the devices they were saved from are never asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from checkpoints.huggingface import read_json
+from checkpoints.source import TensorInfo, unknown_tensor
+
+DESCRIPTION_FILE = "checkpoint.json"
+ARRAYS = "arrays"
+FILES = "files"
+FORMAT = "orbax-flat"
+VERSION = 1
+
+
+def save(
+    path: str | Path,
+    arrays: Mapping[str, np.ndarray | jax.Array],
+    metadata: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes a new directory `path`; it appears complete or not at all.
+
+    Args:
+        path: must not exist yet, or be an empty directory. May be relative.
+        arrays: by name; NumPy or JAX arrays of any dtype Orbax stores, bfloat16 included.
+        metadata: anything JSON can hold.
+        files: text by plain file name.
+
+    Returns:
+        The directory, absolute.
+
+    Raises:
+        ValueError: something is already there, or a file name is not plain.
+    """
+    target = Path(path).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} already exists: give a new directory, or remove it first")
+    for name in files or {}:
+        if Path(name).name != name:
+            raise ValueError(f"files are stored under plain names, got {name!r}")
+    described = {n: {"shape": list(a.shape), "dtype": np.dtype(a.dtype).name} for n, a in arrays.items()}
+    description = {
+        "format": FORMAT,
+        "version": VERSION,
+        "metadata": dict(metadata or {}),
+        "arrays": described,
+    }
+    text = json.dumps(description, indent=1)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(partial / ARRAYS, dict(arrays))
+        (partial / FILES).mkdir()
+        for name, content in (files or {}).items():
+            (partial / FILES / name).write_text(content, encoding="utf-8")
+        (partial / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
+        partial.chmod(0o755)  # mkdtemp makes it private
+        os.replace(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return target
+
+
+def is_orbax(path: str | Path) -> bool:
+    """Whether `path` is a directory that `save` wrote."""
+    return (Path(path) / DESCRIPTION_FILE).is_file()
+
+
+def restore(
+    path: str | Path, sharding: jax.sharding.Sharding | Mapping[str, jax.sharding.Sharding] | None = None
+) -> dict[str, np.ndarray] | dict[str, jax.Array]:
+    """All arrays of a directory that `save` wrote.
+
+    Args:
+        path: the directory; may be relative.
+        sharding: where to put the arrays: one for all, or one by name for every array. None: NumPy arrays.
+
+    Raises:
+        ValueError: not such a directory, an array is damaged, or a sharding is missing or left over.
+    """
+    return OrbaxSource(path).restore(sharding)
+
+
+class OrbaxSource:
+    """A directory that `save` wrote, as a `TensorSource`. `read` brings one array to the host.
+
+    `metadata` is what was saved as such; `files` the directory of the text files.
+
+    Raises:
+        ValueError: not such a directory, or one of another version.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._root = self.path.expanduser().absolute()
+        if not is_orbax(self._root):
+            raise ValueError(f"{self.path} has no {DESCRIPTION_FILE}: it was not saved by checkpoints.orbax")
+        description = read_json(self._root / DESCRIPTION_FILE)
+        found = (description.get("format"), description.get("version"))
+        if found != (FORMAT, VERSION):
+            raise ValueError(
+                f"{self._root / DESCRIPTION_FILE}: format and version are {found}, not {(FORMAT, VERSION)}"
+            )
+        if not (self._root / ARRAYS).is_dir():
+            raise ValueError(f"{self._root / ARRAYS} is missing: copy the whole directory")
+        self.metadata: Mapping[str, Any] = description["metadata"]
+        self._infos = {
+            name: TensorInfo(tuple(array["shape"]), array["dtype"], self._root / ARRAYS)
+            for name, array in description["arrays"].items()
+        }
+
+    @property
+    def files(self) -> Path:
+        return self._root / FILES
+
+    def names(self) -> Mapping[str, TensorInfo]:
+        return self._infos
+
+    def read(self, name: str) -> np.ndarray:
+        if name not in self._infos:
+            raise unknown_tensor(name, self)
+        return self._restore({name: ocp.RestoreArgs(restore_type=np.ndarray)})[name]
+
+    def restore(
+        self, sharding: jax.sharding.Sharding | Mapping[str, jax.sharding.Sharding] | None = None
+    ) -> dict[str, Any]:
+        """See the function of the same name."""
+        if sharding is None:
+            return self._restore({name: ocp.RestoreArgs(restore_type=np.ndarray) for name in self._infos})
+        if isinstance(sharding, jax.sharding.Sharding):
+            sharding = dict.fromkeys(self._infos, sharding)
+        if sharding.keys() != self._infos.keys():
+            odd = sorted(sharding.keys() ^ self._infos.keys())
+            raise ValueError(f"shardings and arrays of {self.path} differ in {odd[:5]}")
+        return self._restore({name: ocp.ArrayRestoreArgs(sharding=sharding[name]) for name in self._infos})
+
+    def _restore(self, restore_args: dict[str, Any]) -> dict[str, Any]:
+        wanted = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(restore_args, 0), restore_args=restore_args, partial_restore=True
+        )
+        try:
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                arrays = checkpointer.restore(self._root / ARRAYS, args=wanted)
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(f"{self._root / ARRAYS} cannot be restored: {error}") from error
+        for name, array in arrays.items():
+            info = self._infos[name]
+            if tuple(array.shape) != info.shape or np.dtype(array.dtype).name != info.kind:
+                raise ValueError(
+                    f"array {name!r} of {self.path} is {array.dtype}{tuple(array.shape)}, and "
+                    f"{DESCRIPTION_FILE} says {info.kind}{info.shape}"
+                )
+        return arrays

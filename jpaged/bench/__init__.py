@@ -1,0 +1,1 @@
+"""Measuring engines: workloads, runs, reports. See `jpaged bench`."""

@@ -1,0 +1,315 @@
+"""What a benchmark says: one result an engine, with units in the names, and the ratios between them.
+
+Ratios and rates of a run in which a request failed would flatter or belittle it. Such a run says so, counts
+the tokens of its completed requests only, and is not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from jpaged.bench.measure import Measurement, StepSample
+
+#: quantities whose ratio between two engines is reported
+RATIO_KEYS = (
+    "output_tokens_per_s", "wall_s", "steps", "wasted_row_steps", "latency_s.p50", "latency_s.p99",
+    "ttft_s.p50", "ttft_s.p99", "kv_share.used_of_reserved", "peak_rss_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A distribution over requests, in seconds. Percentiles are values that occurred (nearest rank)."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """None where there are no values."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        p50, p90, p99 = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.9, 0.99))
+        return cls(p50, p90, p99, mean=math.fsum(ordered) / len(ordered))
+
+
+@dataclass(frozen=True)
+class KVShare:
+    """How much of the KV memory holds real tokens, as means over the steps in which a request ran.
+
+    Allocated is the whole pool; reserved are the slots of the pages that requests own; used are the slots in
+    which a token's keys and values are stored. All three are read from the page tables.
+    """
+
+    allocated_tokens: int
+    reserved_tokens_mean: float
+    used_tokens_mean: float
+
+    @classmethod
+    def of(cls, history: Sequence[StepSample], *, num_pages: int, page_size: int) -> KVShare:
+        busy = [s for s in history if s.pages_in_use]
+        count = max(1, len(busy))
+        return cls(
+            allocated_tokens=num_pages * page_size,
+            reserved_tokens_mean=sum(s.pages_in_use for s in busy) * page_size / count,
+            used_tokens_mean=sum(s.tokens_in_pages for s in busy) / count,
+        )
+
+    def to_json(self) -> dict[str, float]:
+        used, reserved = self.used_tokens_mean, self.reserved_tokens_mean
+        return {
+            **asdict(self),
+            "used_of_reserved": used / reserved if reserved else 0.0,
+            "used_of_allocated": used / self.allocated_tokens if self.allocated_tokens else 0.0,
+        }
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One engine's run of one workload. Rates count the ids of completed requests over the wall time of the
+    whole run; `None` stands where no request was completed."""
+
+    engine: str
+    model: str
+    requests: int
+    failed_requests: int
+    failures: dict[str, str]
+    prompt_tokens: int  # of all requests
+    output_tokens: int  # of the completed ones
+    output_tokens_per_s: float
+    wall_s: float
+    compile_s: float
+    compiled_programs: int
+    compiled_while_measured: int
+    steps: int
+    useful_row_steps: int
+    wasted_row_steps: int
+    preemptions: int
+    ttft_s: Spread | None
+    latency_s: Spread | None
+    kv_share: KVShare
+    peak_rss_bytes: int | None  # None where other things ran in the process too
+    device: str
+    jax_version: str
+    threads: int
+    config: dict[str, Any] = field(default_factory=dict)
+    breakdown: dict[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        measured: Measurement,
+        *,
+        engine: str,
+        model: str,
+        prompt_tokens: int,
+        peak_rss_bytes: int | None,
+        device: str,
+        jax_version: str,
+        config: dict[str, Any],
+        breakdown: dict[str, Any] | None = None,
+    ) -> RunResult:
+        return cls(
+            engine=engine,
+            model=model,
+            requests=len(measured.token_ids) + len(measured.failures),
+            failed_requests=len(measured.failures),
+            failures=dict(measured.failures),
+            prompt_tokens=prompt_tokens,
+            output_tokens=measured.output_tokens,
+            output_tokens_per_s=measured.output_tokens / measured.wall_s,
+            wall_s=measured.wall_s,
+            compile_s=measured.compile_s,
+            compiled_programs=measured.compiled_programs,
+            compiled_while_measured=measured.compiled_while_measured,
+            steps=measured.steps,
+            useful_row_steps=measured.useful_row_steps,
+            wasted_row_steps=measured.wasted_row_steps,
+            preemptions=measured.preemptions,
+            ttft_s=Spread.of(measured.ttft_s.values()),
+            latency_s=Spread.of(measured.latency_s.values()),
+            kv_share=KVShare.of(measured.history, num_pages=measured.num_pages, page_size=measured.page_size),
+            peak_rss_bytes=peak_rss_bytes,
+            device=device,
+            jax_version=jax_version,
+            threads=usable_cores(),
+            config=config,
+            breakdown=breakdown,
+        )
+
+    @property
+    def complete(self) -> bool:
+        return self.failed_requests == 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kv_share": self.kv_share.to_json(), "complete": self.complete}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunResult:
+        data = {key: value for key, value in data.items() if key != "complete"}
+        share = {k: data["kv_share"][k] for k in KVShare.__dataclass_fields__}
+        spreads = {k: None if data[k] is None else Spread(**data[k]) for k in ("ttft_s", "latency_s")}
+        return cls(**{**data, **spreads, "kv_share": KVShare(**share)})
+
+
+@dataclass(frozen=True)
+class Report:
+    """Results of one invocation: one workload, one machine, the engines one after the other.
+
+    `difference` is the first request on which two engines disagree, None if they agree or if `checked` is
+    False because there was nothing to compare.
+    """
+
+    workload: dict[str, Any]
+    runs: tuple[RunResult, ...]
+    checked: bool = False
+    difference: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        return all(run.complete for run in self.runs)
+
+    @property
+    def ratios(self) -> dict[str, dict[str, float]]:
+        """`first_over_other`: the first run's value over the other's. Empty where a run is partial."""
+        if not self.complete or not self.runs:
+            return {}
+        first, *others = self.runs
+        found = {}
+        for other in others:
+            pairs = {key: (_lookup(first, key), _lookup(other, key)) for key in RATIO_KEYS}
+            found[f"{first.engine}_over_{other.engine}"] = {
+                key: one / two for key, (one, two) in pairs.items() if one is not None and two
+            }
+        return found
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the numbers must not be used, in words; empty if they may."""
+        found = [
+            f"{run.engine}: {run.failed_requests} of {run.requests} requests failed, first "
+            f"{next(iter(run.failures.items()))}; this run is partial and is not compared"
+            for run in self.runs
+            if not run.complete
+        ]
+        found += [
+            f"{run.engine}: {run.compiled_while_measured} program(s) were compiled while the clock ran"
+            for run in self.runs
+            if run.compiled_while_measured
+        ]
+        if self.difference is not None:
+            found.append(f"token ids differ between engines: {self.difference}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload,
+            "runs": [run.to_json() for run in self.runs],
+            "ratios": self.ratios,
+            "complete": self.complete,
+            "check": {"done": self.checked, "difference": self.difference},
+            "host": {"python": platform.python_version(), "machine": platform.machine()},
+        }
+
+    def last_line(self) -> str:
+        """The report as JSON on one line."""
+        return json.dumps(self.to_json(), allow_nan=False)
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    def table(self) -> Table:
+        """The runs side by side; with two of them, the ratio of the first to the second in a last column."""
+        table = Table(title=_title(self.workload), title_justify="left")
+        table.add_column("")
+        for run in self.runs:
+            table.add_column(run.engine, justify="right")
+        compared = len(self.runs) == 2
+        if compared:
+            table.add_column(f"{self.runs[0].engine} / {self.runs[1].engine}", justify="right")
+        ratios = next(iter(self.ratios.values()), {})
+        for label, key, show in _ROWS:
+            values = [_lookup(run, key) for run in self.runs]
+            if all(value is None for value in values):
+                continue
+            cells = ["-" if value is None else show(value) for value in values]
+            ratio = f"{ratios[key]:.2f}" if key in ratios else ""
+            table.add_row(label, *cells, *([ratio] if compared else []))
+        return table
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: on a CPU, XLA starts as many threads."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _title(workload: dict[str, Any]) -> str:
+    return (
+        f"{workload['name']}: {workload['requests']} requests, {workload['prompt_tokens']:,} prompt tokens, "
+        f"{workload['output_tokens']:,} output tokens"
+    )
+
+
+def _lookup(run: RunResult, key: str) -> float | None:
+    value: Any = run.to_json()
+    for part in key.split("."):
+        if value is None:
+            return None
+        value = value[part]
+    return value
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB"
+
+
+_ROWS = (
+    ("output tokens/s", "output_tokens_per_s", lambda value: f"{value:.1f}"),
+    ("output tokens", "output_tokens", _count),
+    ("requests failed", "failed_requests", _count),
+    ("wall time", "wall_s", _seconds),
+    ("compile time (not in it)", "compile_s", _seconds),
+    ("programs compiled", "compiled_programs", _count),
+    ("time to first token, median", "ttft_s.p50", _seconds),
+    ("time to first token, p99", "ttft_s.p99", _seconds),
+    ("latency of a request, median", "latency_s.p50", _seconds),
+    ("latency of a request, p99", "latency_s.p99", _seconds),
+    ("steps", "steps", _count),
+    ("row-steps useful", "useful_row_steps", _count),
+    ("row-steps wasted", "wasted_row_steps", _count),
+    ("preemptions", "preemptions", _count),
+    ("KV tokens allocated", "kv_share.allocated_tokens", _count),
+    ("KV tokens reserved, mean", "kv_share.reserved_tokens_mean", _count),
+    ("KV tokens used, mean", "kv_share.used_tokens_mean", _count),
+    ("used of reserved", "kv_share.used_of_reserved", _percent),
+    ("used of allocated", "kv_share.used_of_allocated", _percent),
+    ("peak memory of the process", "peak_rss_bytes", _bytes),
+    ("time in products with weights", "breakdown.products_share", _percent),
+    ("time in everything else", "breakdown.other_share", _percent),
+)
