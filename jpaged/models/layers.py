@@ -1,0 +1,57 @@
+"""What decoders are made of. Activations are columns: `[features, tokens]`.
+
+A weight is `[out, in]`, as checkpoints store it, and multiplies columns from the left. On a CPU that product is the
+faster one at every number of tokens (ARCHITECTURE.md has the measurement), and no weight is ever transposed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.models.config import ModelConfig
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm of each column of `x` `[features, tokens]`, computed in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=0, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight[:, None]
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Inverse frequencies `[head_dim / 2]` float32, stretched as `config.rope_scaling` says.
+
+    "llama3" follows Llama 3.1: wavelengths longer than `original / low_freq_factor` are divided by `factor`, those
+    shorter than `original / high_freq_factor` are kept, and between the two lies a linear passage.
+    """
+    exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    inverse = 1.0 / config.rope_theta**exponent
+    scaling = config.rope_scaling
+    factors = getattr(config, "rope_freq_factors", None)
+    if factors is not None:
+        inverse = inverse / np.asarray(factors, np.float64)
+    elif scaling is not None and scaling.kind == "linear":
+        inverse = inverse / scaling.factor
+    elif scaling is not None and scaling.kind == "llama3":
+        wavelength = 2 * math.pi / inverse
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        smooth = (scaling.original_max_position_embeddings / wavelength - low) / (high - low)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        inverse = (1 - smooth) * inverse / scaling.factor + smooth * inverse
+    return inverse.astype(np.float32)
+
+
+def rope_tables(frequencies: np.ndarray, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[head_dim / 2, tokens]` float32 of the angles at `positions` `[tokens]`."""
+    angle = jnp.asarray(frequencies)[:, None] * positions.astype(jnp.float32)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of `x` `[..., head_dim, tokens]`: feature `i` turns with feature `i + head_dim / 2`."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-2)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-2).astype(x.dtype)

@@ -1,0 +1,27 @@
+"""All traced control of the engine: pure functions of fixed shapes.
+
+    state = make_state(config, layers=..., kv_heads=..., head_dim=...)
+    state = submit(state, batch)
+    state = step(decoder, params, state, budget=16)
+"""
+
+from jpaged.step.check import violations
+from jpaged.step.evict import evict
+from jpaged.step.state import (
+    EngineState,
+    Finish,
+    Requests,
+    Slots,
+    Status,
+    StepRecord,
+    Submission,
+    abort,
+    make_state,
+    submit,
+)
+from jpaged.step.step import demand, run, step
+
+__all__ = [
+    "EngineState", "Finish", "Requests", "Slots", "Status", "StepRecord", "Submission", "abort", "demand", "evict",
+    "make_state", "run", "step", "submit", "violations",
+]  # fmt: skip

@@ -1,0 +1,258 @@
+"""The engine as one immutable value. Every array has a fixed shape; its meaning stands beside it.
+
+    S  slots: max_num_seqs                 R  request rows: max_num_seqs + max_queue
+    P  pages: 1 + num_pages                M  pages a request can have: ceil(max_model_len / page_size)
+    T  tokens a request can have           K  stop tokens a request can name
+
+A request lives in a row of `Requests` from submission to its end, with all its tokens. While it runs it has a slot,
+and the slot has its pages. The waiting queue is the rows whose status is WAITING, in the order of `arrival`; a
+preempted request goes back to it by changing its status, and keeps its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.pool import SCRATCH_PAGE, KVPool
+from jpaged.request import MAX_STOP_TOKENS
+
+
+class Status(IntEnum):
+    """Where a request row is in its life."""
+
+    FREE = 0  # no request; its old tokens can still be looked at
+    WAITING = 1  # in the queue, new or preempted
+    RUNNING = 2  # has a slot
+    FINISHED = 3  # has a slot until the next eviction
+    ABORTED = 4  # given up by the caller; has a slot until the next eviction
+
+
+class Finish(IntEnum):
+    """Why a request ended, as the step records it."""
+
+    NOT = 0
+    STOP = 1
+    LENGTH = 2
+    ERROR = 3
+
+
+#: Fills unused places of `stop_ids`: no token has this id.
+NO_TOKEN = -1
+
+
+def _value(cls):
+    return jax.tree_util.register_dataclass(dataclass(frozen=True)(cls))
+
+
+@_value
+class Requests:
+    """What the engine knows of each request."""
+
+    status: jax.Array  # [R] int32, a Status
+    uid: jax.Array  # [R] int32, the caller's name for it
+    arrival: jax.Array  # [R] int32, place in the order of submission
+    tokens: jax.Array  # [R, T] int32, prompt and output; only the first `known` mean anything
+    known: jax.Array  # [R] int32, tokens of prompt and output so far
+    prompt_len: jax.Array  # [R] int32
+    max_len: jax.Array  # [R] int32, ends when `known` reaches it
+    min_len: jax.Array  # [R] int32, no stop token is sampled while `known` is less
+    stop_ids: jax.Array  # [R, K] int32, tokens that end it; NO_TOKEN where unused
+    temperature: jax.Array  # [R] float32, 0: greedy
+    top_k: jax.Array  # [R] int32, 0: all
+    top_p: jax.Array  # [R] float32
+    min_p: jax.Array  # [R] float32
+    seed: jax.Array  # [R] uint32, with the position it makes the sampling key
+
+    @property
+    def num_rows(self) -> int:
+        return self.status.shape[0]
+
+
+@_value
+class Slots:
+    """The running batch."""
+
+    occupied: jax.Array  # [S] bool
+    request: jax.Array  # [S] int32, row of Requests; meaningless where not occupied
+    computed: jax.Array  # [S] int32, tokens whose keys and values are in the pool
+    num_pages: jax.Array  # [S] int32, pages in the table
+    page_table: jax.Array  # [S, M] int32, page of each page_size tokens; SCRATCH_PAGE where unused
+
+    @property
+    def num_slots(self) -> int:
+        return self.occupied.shape[0]
+
+
+@_value
+class Counters:
+    """Totals since the state was made; they wrap at 2**32."""
+
+    submitted: jax.Array  # [] uint32, requests
+    steps: jax.Array  # [] uint32
+    computed_tokens: jax.Array  # [] uint32, token rows that computed a token of a request
+    padded_tokens: jax.Array  # [] uint32, token rows that computed nothing
+    preemptions: jax.Array  # [] uint32
+
+
+@_value
+class StepRecord:
+    """What the last step did, for the host and for people to read. All scalars are int32."""
+
+    uid: jax.Array  # [S] int32, whose slot it was
+    scheduled: jax.Array  # [S] int32, tokens computed for it
+    sampled: jax.Array  # [S] bool, whether it got a new token
+    token: jax.Array  # [S] int32, the new token
+    logprob: jax.Array  # [S] float32, log-probability the model gave it
+    finish: jax.Array  # [S] int32, a Finish
+    running: jax.Array  # [] slots occupied
+    waiting: jax.Array  # [] requests in the queue
+    admitted: jax.Array  # [] requests that got a slot
+    preempted: jax.Array  # [] requests that lost theirs
+    pages_in_use: jax.Array  # [] pages in some table
+    tokens_stored: jax.Array  # [] tokens whose keys and values are in the pool
+
+    @classmethod
+    def zeros(cls, slots: int) -> StepRecord:
+        ints, scalar = jnp.zeros(slots, jnp.int32), jnp.int32(0)
+        return cls(
+            uid=ints, scheduled=ints, sampled=jnp.zeros(slots, bool), token=ints,
+            logprob=jnp.zeros(slots, jnp.float32), finish=ints, running=scalar, waiting=scalar, admitted=scalar,
+            preempted=scalar, pages_in_use=scalar, tokens_stored=scalar,
+        )  # fmt: skip
+
+
+@_value
+class EngineState:
+    """Everything. `step` takes one and returns the next."""
+
+    pool: KVPool
+    refcount: jax.Array  # [P] int32, tables that name the page; the scratch page counts 1 of its own
+    slots: Slots
+    requests: Requests
+    counters: Counters
+    record: StepRecord
+
+    @property
+    def free_pages(self) -> jax.Array:
+        return jnp.sum(self.refcount == 0, dtype=jnp.int32)
+
+
+def make_state(
+    config: EngineConfig, *, layers: int, kv_heads: int, head_dim: int, dtype: Any = jnp.float32
+) -> EngineState:
+    """An empty engine. `config.num_pages` and `config.max_model_len` must be set.
+
+    Raises:
+        ValueError: where they are not, or where the pool cannot hold one request of `max_model_len`.
+    """
+    if config.num_pages is None or config.max_model_len is None:
+        raise ValueError(
+            f"make_state needs num_pages and max_model_len, got {config.num_pages} and {config.max_model_len}"
+        )
+    if config.max_pages_per_seq > config.num_pages:
+        raise ValueError(
+            f"a request of max_model_len {config.max_model_len} needs {config.max_pages_per_seq} pages of "
+            f"{config.page_size} tokens, but the pool has {config.num_pages}; lower max_model_len or raise num_pages"
+        )
+    slots, rows = config.max_num_seqs, config.max_num_seqs + config.max_queue
+    pages = config.max_pages_per_seq
+    row_ints, slot_ints, count = jnp.zeros(rows, jnp.int32), jnp.zeros(slots, jnp.int32), jnp.uint32(0)
+    requests = Requests(
+        status=row_ints, uid=row_ints, arrival=row_ints,
+        tokens=jnp.zeros((rows, config.max_model_len), jnp.int32),
+        known=row_ints, prompt_len=row_ints, max_len=row_ints, min_len=row_ints,
+        stop_ids=jnp.full((rows, MAX_STOP_TOKENS), NO_TOKEN, jnp.int32),
+        temperature=jnp.zeros(rows, jnp.float32), top_k=row_ints, top_p=jnp.ones(rows, jnp.float32),
+        min_p=jnp.zeros(rows, jnp.float32), seed=jnp.zeros(rows, jnp.uint32),
+    )  # fmt: skip
+    state = EngineState(
+        pool=KVPool.zeros(
+            layers=layers, num_pages=config.num_pages, kv_heads=kv_heads, page_size=config.page_size,
+            head_dim=head_dim, dtype=dtype,
+        ),
+        refcount=jnp.zeros(1 + config.num_pages, jnp.int32).at[SCRATCH_PAGE].set(1),
+        slots=Slots(
+            occupied=jnp.zeros(slots, bool), request=slot_ints, computed=slot_ints, num_pages=slot_ints,
+            page_table=jnp.full((slots, pages), SCRATCH_PAGE, jnp.int32),
+        ),
+        requests=requests,
+        counters=Counters(submitted=count, steps=count, computed_tokens=count, padded_tokens=count, preemptions=count),
+        record=StepRecord.zeros(slots),
+    )  # fmt: skip
+    # A donated state must not hold one buffer twice, and equal constants may share one.
+    return jax.tree.map(lambda a: jnp.array(a, copy=True), state)
+
+
+@_value
+class Submission:
+    """Requests on their way into the state, in a batch of a fixed size. Fields as in `Requests`."""
+
+    valid: jax.Array  # [N] bool, the other rows are padding
+    uid: jax.Array
+    tokens: jax.Array  # [N, T] int32, the prompt first
+    prompt_len: jax.Array
+    max_len: jax.Array
+    min_len: jax.Array
+    stop_ids: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+
+    @classmethod
+    def empty(cls, size: int, max_model_len: int) -> Submission:
+        """A batch of padding, as numpy arrays to fill in."""
+        ints, floats = np.zeros(size, np.int32), np.zeros(size, np.float32)
+        return cls(
+            valid=np.zeros(size, bool), uid=ints.copy(), tokens=np.zeros((size, max_model_len), np.int32),
+            prompt_len=ints.copy(), max_len=ints.copy(), min_len=ints.copy(),
+            stop_ids=np.full((size, MAX_STOP_TOKENS), NO_TOKEN, np.int32), temperature=floats.copy(),
+            top_k=ints.copy(), top_p=np.ones(size, np.float32), min_p=floats.copy(), seed=np.zeros(size, np.uint32),
+        )  # fmt: skip
+
+
+def submit(state: EngineState, batch: Submission) -> EngineState:
+    """Puts the valid requests of `batch` at the end of the queue, in order.
+
+    There must be that many FREE rows: requests that find none are dropped. `Engine` counts; who drives the state by
+    hand has `max_num_seqs + max_queue` rows.
+    """
+    requests, rows = state.requests, state.requests.num_rows
+    size = batch.valid.shape[0]
+    free = jnp.nonzero(requests.status == Status.FREE, size=size, fill_value=rows)[0]
+    place = jnp.cumsum(batch.valid, dtype=jnp.int32) - 1
+    row = jnp.where(batch.valid, free[jnp.clip(place, 0, size - 1)], rows)  # `rows` is dropped
+    carried = {
+        name: getattr(requests, name).at[row].set(getattr(batch, name), mode="drop")
+        for name in (
+            "uid", "tokens", "prompt_len", "max_len", "min_len", "stop_ids", "temperature", "top_k", "top_p",
+            "min_p", "seed",
+        )
+    }  # fmt: skip
+    arrival = state.counters.submitted.astype(jnp.int32) + place
+    requests = replace(
+        requests,
+        **carried,
+        status=requests.status.at[row].set(Status.WAITING, mode="drop"),
+        arrival=requests.arrival.at[row].set(arrival, mode="drop"),
+        known=requests.known.at[row].set(batch.prompt_len, mode="drop"),
+    )
+    submitted = state.counters.submitted + jnp.sum(batch.valid, dtype=jnp.uint32)
+    return replace(state, requests=requests, counters=replace(state.counters, submitted=submitted))
+
+
+def abort(state: EngineState, uids: jax.Array) -> EngineState:
+    """Marks the live requests named in `uids` `[N] int32` ABORTED. The next eviction takes their pages back."""
+    requests = state.requests
+    live = (requests.status == Status.WAITING) | (requests.status == Status.RUNNING)
+    named = jnp.any(requests.uid[:, None] == uids, axis=1)
+    status = jnp.where(live & named, Status.ABORTED, requests.status)
+    return replace(state, requests=replace(requests, status=status))

@@ -1,0 +1,142 @@
+"""The step: one pure function from one engine state to the next, and bursts of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pool import Decoder, StepBatch
+from jpaged.step.admit import admit
+from jpaged.step.evict import evict, preempt
+from jpaged.step.pack import pack
+from jpaged.step.sample import SampleInputs, sample
+from jpaged.step.schedule import grant, schedule
+from jpaged.step.state import NO_TOKEN, EngineState, Finish, Status, StepRecord
+
+
+def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> EngineState:
+    """One step of the engine: at most `budget` tokens (a static shape) are computed.
+
+        evict     requests that ended give back slots and pages; the youngest make room where pages run out
+        admit     the head of the queue gets slots
+        schedule  tokens for each slot within the budget, and the pages they need
+        pack      one batch without gaps
+        forward   the model computes it, writing keys and values into the pool
+        sample    a token for each request that has no more tokens to compute
+        stop      what ended is marked FINISHED
+
+    What happened is in `state.record`. Pure: use it under `jax.jit`, with the state donated.
+    """
+    state = preempt(evict(state), budget)
+    state = admit(state, budget)
+    state, tokens = schedule(state, budget)
+    batch, slot_of_row = pack(state, tokens, budget)
+    logits, pool = decoder(params, state.pool, batch)
+    state = replace(state, pool=pool)
+    token, logprob, healthy = sample(logits, _sample_inputs(state, batch, slot_of_row))
+    return _finish(state, tokens, slot_of_row, token, logprob, healthy, budget)
+
+
+def run(
+    decoder: Decoder, params: Any, state: EngineState, *, budget: int, steps: int
+) -> tuple[EngineState, StepRecord, jax.Array]:
+    """A burst: `steps` steps in one call, without the host.
+
+    Returns:
+        The state, after an eviction, so that what ended in the burst holds no page; the records of the steps,
+        stacked `[steps, ...]`; and the tokens that a next step without a limit would compute, `[] int32`.
+    """
+
+    def once(state, _):
+        state = step(decoder, params, state, budget=budget)
+        return state, state.record
+
+    state, records = jax.lax.scan(once, state, length=steps)
+    state = evict(state)
+    return state, records, demand(state)
+
+
+def demand(state: EngineState) -> jax.Array:
+    """Tokens `[] int32` that the next step computes if no budget limits it: what running requests want, and those
+    who would be admitted from the queue."""
+    unlimited = state.requests.tokens.size
+    return jnp.sum(grant(admit(state, unlimited), unlimited))
+
+
+def _sample_inputs(state: EngineState, batch: StepBatch, slot_of_row: jax.Array) -> SampleInputs:
+    requests = state.requests
+    row = state.slots.request[jnp.minimum(slot_of_row, state.slots.num_slots - 1)]
+    early = batch.kv_len < requests.min_len[row]
+    padding = slot_of_row == state.slots.num_slots
+    return SampleInputs(
+        temperature=jnp.where(padding, 0, requests.temperature[row]),
+        top_k=requests.top_k[row],
+        top_p=requests.top_p[row],
+        min_p=requests.min_p[row],
+        seed=requests.seed[row],
+        position=batch.kv_len,
+        banned=jnp.where(early[:, None], requests.stop_ids[row], NO_TOKEN),
+    )
+
+
+def _finish(
+    state: EngineState,
+    tokens: jax.Array,
+    slot_of_row: jax.Array,
+    token: jax.Array,
+    logprob: jax.Array,
+    healthy: jax.Array,
+    budget: int,
+) -> EngineState:
+    """Books what the step computed: new tokens, ends, counters, record."""
+    slots, requests = state.slots, state.requests
+    num_slots = slots.num_slots
+
+    def to_slots(values):
+        return jnp.zeros(num_slots, values.dtype).at[slot_of_row].set(values, mode="drop")
+
+    token, logprob, healthy = to_slots(token), to_slots(logprob), to_slots(healthy)
+    row = slots.request
+    computed = slots.computed + tokens
+    due = slots.occupied & (tokens > 0) & (computed == requests.known[row])
+    sampled = due & healthy
+    known = requests.known[row] + sampled
+    stops = sampled & jnp.any(requests.stop_ids[row] == token[:, None], axis=1)
+    full = sampled & (known >= requests.max_len[row])
+    finish = jnp.where(stops, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.NOT))
+    finish = jnp.where(due & ~healthy, Finish.ERROR, finish).astype(jnp.int32)
+
+    new_row = jnp.where(sampled, row, requests.num_rows)
+    end_row = jnp.where(finish != Finish.NOT, row, requests.num_rows)
+    requests = replace(
+        requests,
+        tokens=requests.tokens.at[new_row, known - 1].set(token, mode="drop"),
+        known=requests.known.at[new_row].set(known, mode="drop"),
+        status=requests.status.at[end_row].set(Status.FINISHED, mode="drop"),
+    )
+    total = jnp.sum(tokens).astype(jnp.uint32)
+    counters = replace(
+        state.counters,
+        steps=state.counters.steps + 1,
+        computed_tokens=state.counters.computed_tokens + total,
+        padded_tokens=state.counters.padded_tokens + budget - total,
+    )
+    slots = replace(slots, computed=computed)
+    record = replace(
+        state.record,  # what admission and preemption noted
+        uid=jnp.where(slots.occupied, requests.uid[row], 0),
+        scheduled=tokens,
+        sampled=sampled,
+        token=token,
+        logprob=logprob,
+        finish=finish,
+        running=jnp.sum(slots.occupied, dtype=jnp.int32),
+        waiting=jnp.sum(requests.status == Status.WAITING, dtype=jnp.int32),
+        # Counted from the tables, as every page that some table names.
+        pages_in_use=jnp.sum(state.refcount > 0, dtype=jnp.int32) - 1,
+        tokens_stored=jnp.sum(computed),
+    )
+    return replace(state, slots=slots, requests=requests, counters=counters, record=record)
