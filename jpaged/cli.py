@@ -6,13 +6,13 @@ Commands import what they need when they run: `jpaged --help` is quick, and noth
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from jpaged.startup import quiet_start
 
 app = typer.Typer(
     help="Serve language models from a paged KV cache, scheduled inside one compiled JAX step.",
@@ -82,7 +82,7 @@ def bench(
     pool_bytes: Annotated[
         int | None, typer.Option(min=1, help="Bytes of the pool, instead of pages.")
     ] = None,
-    steps_per_burst: Annotated[int, typer.Option(min=1, help="Steps of one device call.")] = 8,
+    steps_per_burst: Annotated[int | None, typer.Option(min=1, help="Most steps of one device call.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Cores to run on; by default all.")] = None,
     check: Annotated[bool, typer.Option(help="With both engines: token ids must be identical.")] = True,
@@ -96,6 +96,8 @@ def bench(
     compiled while the clock ran, or if the engines disagree on a token.
     """
     with _plain_errors():
+        from rich.console import Console
+
         from jpaged.bench.compare import ENGINES, BenchJob, WorkloadSpec, make_report, run_all
         from jpaged.config import EngineConfig
 
@@ -143,7 +145,7 @@ def bench(
             figure.savefig(plot)
         if json_file is not None:
             report.write(json_file)
-        print_report(report)
+        report.print(Console())
         typer.echo(report.last_line())
     if report.problems:
         raise typer.Exit(1)
@@ -213,29 +215,6 @@ def sizing(
         typer.echo(result.table(reserved=tuple(reserved or (131_072, 8_192)), average_length=average))
 
 
-def quiet_start() -> None:
-    """Spares a machine without an NVIDIA card the error that JAX's CUDA plugin prints there.
-
-    Only in a process of ours, before JAX is imported, and only where nobody chose a platform.
-    """
-    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    installed = any(importlib.util.find_spec(name) is not None for name in plugins)
-    if "JAX_PLATFORMS" not in os.environ and installed and not Path("/dev/nvidiactl").exists():
-        os.environ["JAX_PLATFORMS"] = "cpu"
-
-
-def print_report(report: Any) -> None:
-    """The table on stdout; what is wrong with the numbers, if anything is, on stderr."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width; 80 columns would wrap the table
-        console = Console(width=120)
-    console.print(report.table())
-    for problem in report.problems:
-        typer.echo(f"warning: {problem}", err=True)
-
-
 def _check_path(name: str, path: Path | None, *, reading: bool) -> None:
     if path is None:
         return
@@ -261,9 +240,13 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed_version
 
-    return installed_version("jpaged")
+    try:
+        return installed_version("jpaged")
+    except PackageNotFoundError:  # run from a source tree
+        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ class EngineConfig:
             temporaries may take together; in (0, 1].
         token_budgets: the step is compiled once for each of these sizes, and the smallest that holds the work
             is run; None: powers of two from 8 to `max_num_batched_tokens`.
-        steps_per_burst: steps that one device call runs at most.
+        steps_per_burst: steps that one device call runs where no long prompt is waiting; None: 8 on a GPU, where a
+            call costs more than a small step, and 1 on a CPU.
 
     Raises:
         ValueError: naming the field, the value given, and what is allowed.
@@ -47,15 +48,15 @@ class EngineConfig:
     seed: int = 0
     gpu_memory_utilization: float = 0.9
     token_budgets: tuple[int, ...] | None = None
-    steps_per_burst: int = 8
+    steps_per_burst: int | None = None
 
     def __post_init__(self):
         counts = (
-            "page_size", "max_num_seqs", "max_num_batched_tokens", "max_queue", "steps_per_burst",
+            "page_size", "max_num_seqs", "max_num_batched_tokens", "max_queue",
         )  # fmt: skip
         for name in counts:
             self._check(name, 1, optional=False)
-        for name in ("num_pages", "pool_bytes", "max_model_len"):
+        for name in ("num_pages", "pool_bytes", "max_model_len", "steps_per_burst"):
             self._check(name, 1, optional=True)
         self._check("seed", 0, optional=False)
         if self.num_pages is not None and self.pool_bytes is not None:

@@ -84,10 +84,7 @@ class Tokenizer:
     def _from_directory(cls, path: Path, chat_template: str | None) -> Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
-            raise ValueError(
-                f"{path} has no tokenizer.json: save the tokenizer with transformers' fast tokenizers, "
-                "which write it"
-            )
+            raise ValueError(f"{path} has no tokenizer.json: transformers' fast tokenizers write one")
         try:
             backend = _Backend.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for anything it cannot parse
@@ -95,13 +92,16 @@ class Tokenizer:
         # a file saved with them would cut or pad every prompt
         backend.no_truncation()
         backend.no_padding()
-        config = (
-            read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
+        settings = path / "tokenizer_config.json"
+        config = read_json(settings) if settings.is_file() else {}
+        # a special token is a string there, or an object with its content
+        bos, eos = (
+            token["content"] if isinstance(token, Mapping) else token
+            for token in (config.get("bos_token"), config.get("eos_token"))
         )
-        eos = _token_text(config.get("eos_token"))
         return cls(
             backend,
-            bos_token=_token_text(config.get("bos_token")),
+            bos_token=bos,
             eos_tokens=() if eos is None else (eos,),
             add_bos=config.get("add_bos_token"),
             chat_template=chat_template or _stored_template(path, config),
@@ -117,9 +117,7 @@ class Tokenizer:
             if token is None:
                 return None
             if not 0 <= token < len(tokens):
-                raise ValueError(
-                    f"tokenizer.ggml.{name}_token_id is {token}, and there are {len(tokens)} tokens"
-                )
+                raise ValueError(f"tokenizer.ggml.{name}_token_id is {token}, beyond {len(tokens)} tokens")
             return tokens[token]
 
         ends = (special("eos"), special("eot"), special("eom"))
@@ -237,10 +235,6 @@ class Tokenizer:
             self._cache[token] = found
         return found
 
-    def without_first_space(self, data: bytes) -> bytes:
-        """`token_bytes` of the first token of a text: without the space that encoding put before it."""
-        return self._bytes.at_start(data)
-
 
 class IncrementalDetokenizer:
     """Text of a growing sequence, piece by piece.
@@ -279,7 +273,7 @@ class IncrementalDetokenizer:
         for token in ids:
             data = self._tokenizer.token_bytes(token, self._skip)
             if self._at_start and data:
-                data = self._tokenizer.without_first_space(data)
+                data = self._tokenizer._bytes.at_start(data)
                 self._at_start = False
             parts.append(data)
         return self._utf8.decode(b"".join(parts))
@@ -300,11 +294,8 @@ class _ByteDecoder:
         self._replacements: list[tuple[str, str]] = []
         self._byte_level = kinds == ["ByteLevel"]
         self._byte_fallback = "ByteFallback" in kinds
-        self._strip = 0
-        self._prefix = b""
-        if spec is None:
-            # the library joins the pieces of a tokenizer without a decoder with spaces
-            self._prefix, self._strip = b" ", 1
+        # without a decoder the library joins the pieces with spaces
+        self._prefix, self._strip = (b" ", 1) if spec is None else (b"", 0)
         for step in steps:
             kind = step["type"]
             if kind == "Metaspace":
@@ -391,6 +382,13 @@ def _gguf_backend(metadata: Mapping[str, Any]) -> tuple[_Backend, bool]:
     return backend, add_bos
 
 
+def _bpe(**options: Any) -> _Backend:
+    try:
+        return _Backend(models.BPE(**options))
+    except Exception as error:  # the library raises bare Exception for a merge of pieces that are not there
+        raise ValueError(f"the vocabulary and the merges do not belong together: {error}") from error
+
+
 def _gguf_byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[_Backend, bool]:
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
@@ -402,9 +400,10 @@ def _gguf_byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tupl
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is None:
         raise ValueError("tokenizer.ggml.merges is missing: byte-level BPE needs it")
-    # pieces hold no spaces, but one may begin with a letter that stands for one: split at the first after it
-    pairs = [(merge[:cut], merge[cut + 1 :]) for merge in merges for cut in (merge.index(" ", 1),)]
-    backend = _Backend(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pattern is _LLAMA3_PATTERN))
+    pairs = [
+        tuple(merge.split(" ")) for merge in merges
+    ]  # a space within a piece is written as another letter
+    backend = _bpe(vocab=vocab, merges=pairs, ignore_merges=pattern is _LLAMA3_PATTERN)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *([pre_tokenizers.Digits(individual_digits=True)] if digits else []),
@@ -430,14 +429,12 @@ def _gguf_sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int]) -> t
         if piece[:cut] in vocab and piece[cut:] in vocab
     ]
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    backend = _Backend(
-        models.BPE(
-            vocab=vocab,
-            merges=[pair[3:] for pair in sorted(pairs)],
-            unk_token=None if unknown is None else next(t for t, i in vocab.items() if i == unknown),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    backend = _bpe(
+        vocab=vocab,
+        merges=[pair[3:] for pair in sorted(pairs)],
+        unk_token=None if unknown is None else metadata["tokenizer.ggml.tokens"][unknown],
+        fuse_unk=True,
+        byte_fallback=True,
     )
     space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     backend.normalizer = normalizers.Sequence(
@@ -448,11 +445,6 @@ def _gguf_sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int]) -> t
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return backend, True
-
-
-def _token_text(token: str | Mapping[str, Any] | None) -> str | None:
-    """A special token as tokenizer_config.json writes it: a string, or an object with its content."""
-    return token["content"] if isinstance(token, Mapping) else token
 
 
 def _stored_template(path: Path, config: Mapping[str, Any]) -> str | None:
@@ -474,9 +466,8 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
+    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
+    environment = ImmutableSandboxedEnvironment(**options)
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -500,7 +491,9 @@ def _check_messages(messages: Any) -> None:
         raise ValueError(f"messages must be {example}, got {messages!r:.80}")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"messages[{i}] must be a dictionary with role and content, got {message!r:.80}")
+            raise ValueError(
+                f"messages[{i}] must be a dictionary, got {message!r:.80}; messages are {example}"
+            )
         for key in ("role", "content"):
             if key not in message:
                 raise ValueError(f"messages[{i}] has no {key!r}; messages are {example}")

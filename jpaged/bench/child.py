@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from jpaged.bench.compare import BenchJob, Outcome
-
-
-def use_cores(count: int) -> None:
-    """Keeps this process, and the threads it will start, to `count` of the cores it may run on.
-
-    Raises:
-        ValueError: there are fewer, or the system cannot do this.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        raise ValueError("--threads needs Linux; elsewhere the engine takes all cores")
-    cores = sorted(os.sched_getaffinity(0))
-    if count > len(cores):
-        raise ValueError(f"--threads {count}: this process may run on {len(cores)} core(s)")
-    os.sched_setaffinity(0, cores[:count])
+from jpaged.startup import quiet_start, use_cores
 
 
 def run_job(job: BenchJob) -> Outcome:
     """Loads the model and runs the workload, with progress on stderr."""
     if job.threads is not None:
         use_cores(job.threads)  # before JAX is imported: it starts one thread a core
-    from jpaged.cli import quiet_start
-
     quiet_start()
+    from jpaged.llm import load_model
     from tqdm import tqdm
 
     from jpaged.bench.run import run_engine
     from jpaged.config import EngineConfig
-    from jpaged.llm import load_model
 
     def bar(name: str, total: int) -> tqdm:
         return tqdm(total=total, desc=name, unit="tok", file=sys.stderr, dynamic_ncols=True)

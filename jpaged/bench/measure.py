@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ class ServingEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
-    def history(self) -> Sequence[Any]: ...
+    def history(self) -> Iterable[Any]: ...
     def warmup(self) -> None: ...
     def submit(self, request: Request) -> None: ...
     def burst(self) -> Iterable[Any]: ...
@@ -126,7 +126,7 @@ class EngineAdapter:
         engine, clock = self._engine, self._clock
         if engine.has_work:
             raise RuntimeError(f"{self.name} still has requests from before; a run must start with none")
-        before, seen, programs = engine.stats(), len(engine.history), engine.num_programs
+        before, programs = engine.stats(), engine.num_programs
         # by arrival, the next one last; those that arrive together keep their order
         pending = sorted(workload.requests, key=lambda r: r.arrival_s)[::-1]
         log = {r.request_id: _RequestLog(r) for r in workload.requests}
@@ -169,7 +169,7 @@ class EngineAdapter:
             preemptions=after.preemptions - before.preemptions,
             num_pages=after.total_pages,
             page_size=self._page_size,
-            history=tuple(StepSample.of(s) for s in engine.history[seen:]),
+            history=tuple(StepSample.of(s) for s in engine.history if s.step > before.steps),
         )
 
 

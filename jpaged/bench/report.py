@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from jpaged.bench.measure import Measurement, StepSample
@@ -229,6 +230,16 @@ class Report:
 
     def write(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    def print(self, console: Console) -> None:
+        """The table, and below it what is wrong with the numbers, if anything is."""
+        if (
+            not console.is_terminal
+        ):  # a file or a pipe has no width of its own; 80 columns would wrap the table
+            console.width = max(console.width, 120)
+        console.print(self.table())
+        for problem in self.problems:
+            console.print(f"warning: {problem}", markup=False, highlight=False, soft_wrap=True)
 
     def table(self) -> Table:
         """The runs side by side; with two of them, the ratio of the first to the second in a last column."""

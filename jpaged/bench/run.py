@@ -13,15 +13,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import jax
-
 from jpaged.baseline.static import StaticEngine
+from jpaged.engine import Engine
+
 from jpaged.bench.compare import Outcome
 from jpaged.bench.measure import EngineAdapter, peak_rss_bytes
 from jpaged.bench.products import break_down
 from jpaged.bench.report import RunResult
 from jpaged.bench.workload import Workload
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
 
 
 def fit_config(config: EngineConfig, workload: Workload) -> EngineConfig:
@@ -38,13 +38,14 @@ def fit_config(config: EngineConfig, workload: Workload) -> EngineConfig:
         return replace(config, max_model_len=pages * config.page_size)
     if longest > config.max_model_len:
         raise ValueError(
-            f"{workload.name}: its longest request has {longest} tokens, max_model_len is {config.max_model_len}"
+            f"{workload.name}: its longest request has {longest} tokens, max_model_len is "
+            f"{config.max_model_len}"
         )
     return config
 
 
-def make_engine(kind: str, loaded: Any, config: EngineConfig, *, batch_size: int | None = None) -> EngineAdapter:
-    """The continuous engine, or the static baseline with `batch_size` rows (by default `max_num_seqs`).
+def make_engine(kind: str, loaded: Any, config: EngineConfig, *, rows: int) -> EngineAdapter:
+    """The continuous engine, or the static baseline with `rows` rows.
 
     Args:
         loaded: has `decoder`, `params` and `model_config`.
@@ -53,7 +54,6 @@ def make_engine(kind: str, loaded: Any, config: EngineConfig, *, batch_size: int
     if kind == "continuous":
         return EngineAdapter(kind, Engine(*model, config), page_size=config.page_size)
     if kind == "static":
-        rows = config.max_num_seqs if batch_size is None else batch_size
         engine = StaticEngine(*model, batch_size=rows, max_model_len=config.max_model_len, dtype=config.dtype)
         return EngineAdapter(kind, engine, page_size=engine.page_size)
     raise ValueError(f"engine must be 'continuous' or 'static', got {kind!r}")
@@ -86,7 +86,8 @@ def run_engine(
         bar: given a name and the number of tokens to come, a context whose value has `update(tokens)`.
     """
     config = fit_config(config, workload)
-    engine = make_engine(kind, loaded, config, batch_size=batch_size)
+    rows = batch_size if kind == "static" and batch_size is not None else config.max_num_seqs
+    engine = make_engine(kind, loaded, config, rows=rows)
     say(f"{kind}: compiling")
     engine.warmup()
     with (bar or _no_bar)(kind, workload.output_tokens) as progress:
@@ -100,7 +101,7 @@ def run_engine(
             wall_s=measured.wall_s,
             model=loaded.model_config,
             dtype=config.dtype,
-            rows=engine.rows,
+            rows=rows,
         ).to_json()
     result = RunResult.of(
         measured,
@@ -110,7 +111,7 @@ def run_engine(
         peak_rss_bytes=peak,
         device=jax.devices()[0].device_kind,
         jax_version=jax.__version__,
-        config={**asdict(config), "rows": engine.rows},
+        config={**asdict(config), "rows": rows},
         breakdown=found,
     )
     return Outcome(workload.summary(), result, measured)

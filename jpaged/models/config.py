@@ -77,9 +77,8 @@ class ModelConfig:
         if self.rope_freq_factors is not None:
             factors = self.rope_freq_factors
             if len(factors) != self.head_dim // 2 or not all(0 < factor < math.inf for factor in factors):
-                raise ValueError(
-                    f"rope_freq_factors must be {self.head_dim // 2} positive numbers (head_dim / 2), got {factors}"
-                )
+                allowed = f"{self.head_dim // 2} positive numbers (head_dim / 2)"
+                raise ValueError(f"rope_freq_factors must be {allowed}, got {factors}")
             if self.rope_scaling is not None:
                 raise ValueError("give rope_scaling or rope_freq_factors, not both")
         if self.sliding_window is not None and self.sliding_window < 1:

@@ -376,7 +376,7 @@ def save_orbax(dst: str | Path, checkpoint: Checkpoint, dtype: Any = None) -> Pa
 
 
 def convert(src: str | Path, dst: str | Path, dtype: Any = None) -> Path:
-    """Saves any model that `resolve` finds as an Orbax directory, and raises what `resolve` and `save_orbax` do."""
+    """`save_orbax` of any model that `resolve` finds; raises what these two raise."""
     if Path(dst).exists():  # before a download or a long read
         raise ValueError(f"{dst} already exists: give a new directory")
     return save_orbax(dst, load_checkpoint(resolve(src)), dtype)

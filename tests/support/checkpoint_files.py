@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 VOCAB, HIDDEN, INTER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 40, 32, 64, 2, 4, 2, 8
 
@@ -45,7 +46,9 @@ def hf_config(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None or key not in changes}
 
 
-def hf_tensors(*, head: bool = True, kv_heads: int = KV_HEADS, prefix: str = "", seed: int = 0) -> dict[str, np.ndarray]:
+def hf_tensors(
+    *, head: bool = True, kv_heads: int = KV_HEADS, prefix: str = "", seed: int = 0
+) -> dict[str, np.ndarray]:
     """Random float32 tensors under Hugging Face names."""
     random = np.random.default_rng(seed)
 
@@ -79,7 +82,7 @@ def write_hf(
     generation: dict[str, Any] | None = None,
     shards: int = 1,
 ) -> Path:
-    """A Hugging Face directory; with `shards` > 1 the tensors are dealt out in turn, and there is an index."""
+    """A Hugging Face directory; with `shards` > 1 the tensors are dealt out, and there is an index."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = hf_tensors() if tensors is None else tensors
     (path / "config.json").write_text(json.dumps(hf_config() if config is None else config))
@@ -100,7 +103,11 @@ def write_hf(
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's order of query and key rows, as its convert_hf_to_gguf.py writes it."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return (
+        rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(rows.shape)
+    )
 
 
 def gguf_tensors(hf: dict[str, np.ndarray], kv_heads: int = KV_HEADS) -> dict[str, np.ndarray]:
@@ -127,7 +134,7 @@ def gguf_tensors(hf: dict[str, np.ndarray], kv_heads: int = KV_HEADS) -> dict[st
 
 
 def gguf_metadata(**changes: Any) -> dict[str, Any]:
-    """Keys of a tiny model with a byte-level vocabulary; dots are written as double underscores in `changes`."""
+    """Keys of a tiny model with a byte-level vocabulary; in `changes` a dot is two underscores."""
     metadata: dict[str, Any] = {
         "llama.vocab_size": VOCAB,
         "llama.context_length": 128,
@@ -187,3 +194,73 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)
+
+
+def byte_letters() -> list[str]:
+    """The letters of a byte-level vocabulary, in the order of the bytes they stand for."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+def byte_level_tokenizer(*, bos: bool = True, eos: bool = False) -> Tokenizer:
+    """Ids 0, 1, 2 are <pad>, <s>, </s>; byte b is id 3 + b. `bos` and `eos`: what its post-processor adds."""
+    vocab = {letter: 3 + byte for byte, letter in enumerate(byte_letters())}
+    backend = Tokenizer(models.BPE(vocab={"<pad>": 0, "<s>": 1, "</s>": 2} | vocab, merges=[]))
+    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if bos or eos:
+        single = ("<s> " if bos else "") + "$A" + (" </s>" if eos else "")
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    return backend
+
+
+_JOINED = [
+    "▁a", "He", "ll", "llo", "Hello", "▁Hello", "▁w", "or", "ld", "orld", "▁world", "ab", "abc", "▁abc",
+]  # fmt: skip
+SENTENCEPIECE = [
+    "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"Helowrd,abcé", *_JOINED,
+]  # fmt: skip
+
+
+def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
+    """GGUF metadata of a small SentencePiece vocabulary with byte fallback; earlier pieces score higher."""
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": SENTENCEPIECE,
+        "tokenizer.ggml.scores": [-float(i) for i in range(len(SENTENCEPIECE))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(SENTENCEPIECE) - 259),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    metadata.update({key.replace("__", "."): value for key, value in changes.items()})
+    return metadata
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """The same pieces as `sentencepiece_metadata`, decoded by Metaspace as older Llama tokenizers are."""
+    merges = [("He", "llo"), ("▁", "Hello"), ("▁w", "orld")]
+    backend = Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(SENTENCEPIECE)}, merges=merges, unk_token="<unk>")
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    return backend
+
+
+def write_tokenizer(
+    path: Path, backend: Tokenizer, config: dict[str, Any] | None = None, template: str | None = None
+) -> Path:
+    """tokenizer.json, tokenizer_config.json, and chat_template.jinja where a template is given."""
+    path.mkdir(parents=True, exist_ok=True)
+    backend.save(str(path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>"} if config is None else config
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)
+    return path

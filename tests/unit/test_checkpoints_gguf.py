@@ -17,7 +17,9 @@ QUANTISED = [kind for kind in CLAIMED_KINDS if kind not in ("F32", "F16", "BF16"
 
 
 def test_reads_what_the_reference_reader_reads(tmp_path):
-    metadata = gguf_metadata(general__languages=["en", "français"], x__flags=[True, False], x__floats=[0.5, -2.0])
+    metadata = gguf_metadata(
+        general__languages=["en", "français"], x__flags=[True, False], x__floats=[0.5, -2.0]
+    )
     path = write_gguf(tmp_path / "m.gguf", metadata)
     source, reference = GGUFSource(path), gguf.GGUFReader(path)
     expected = {key: f.contents() for key, f in reference.fields.items() if not key.startswith("GGUF.")}
@@ -143,7 +145,8 @@ def test_a_file_cut_anywhere_is_an_error_that_names_it(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before_end", "named"), [(100, r"tensor 'blk\.1\.ffn_down\.weight'"), (None, r"tensor 'token_embd\.weight'")]
+    ("before_end", "named"),
+    [(100, r"tensor 'blk\.1\.ffn_down\.weight'"), (None, r"tensor 'token_embd\.weight'")],
 )
 def test_a_cut_names_the_tensor(model, before_end, named):
     data = model.read_bytes()
@@ -189,7 +192,11 @@ def test_absurd_lengths_allocate_nothing(model, victim):
 
 @pytest.mark.parametrize(
     ("at", "new", "message"),
-    [(0, b"GGML", "not a GGUF file"), (4, struct.pack("<I", 1), "version 1"), (4, struct.pack(">I", 3), "big-endian")],
+    [
+        (0, b"GGML", "not a GGUF file"),
+        (4, struct.pack("<I", 1), "version 1"),
+        (4, struct.pack(">I", 3), "big-endian"),
+    ],
 )
 def test_other_formats_are_refused(model, at, new, message):
     data = bytearray(model.read_bytes())

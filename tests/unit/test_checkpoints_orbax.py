@@ -1,4 +1,4 @@
-"""Orbax directories: what was saved comes back, on the devices at hand, whatever devices it was saved from."""
+"""Orbax directories: what was saved comes back, on the devices at hand, wherever it was saved."""
 
 import json
 import os

@@ -1,18 +1,24 @@
 """The command line as a user meets it: what it prints, what it refuses, and its exit status."""
 
+import io
 import json
+import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import jpaged.bench.compare as compare
 import jpaged.cli as cli
+import jpaged.startup as startup
 from jpaged.bench.compare import BenchJob, Outcome, WorkloadSpec, make_report, run_in_child
 from jpaged.bench.measure import Measurement, StepSample
 from jpaged.bench.report import RunResult
+from jpaged.demo import show_stream
 
 VOCAB = 500
 
@@ -148,7 +154,7 @@ def test_engines_that_disagree_end_with_status_1(monkeypatch):
     monkeypatch.setattr(compare, "run_in_child", child)
     result = invoke("bench", "--synthetic", 3)
     assert result.exit_code == 1
-    assert "token ids differ between engines: request '1' differs at output token" in result.stderr
+    assert "token ids differ between engines: request '1' differs at output token" in result.stdout
     assert json.loads(result.stdout.splitlines()[-1])["check"]["difference"] is not None
     assert invoke("bench", "--synthetic", 3, "--no-check").exit_code == 0
 
@@ -157,7 +163,7 @@ def test_a_partial_run_ends_with_status_1(monkeypatch):
     monkeypatch.setattr(compare, "run_in_child", lambda job: pretended(job, failed=("0", "2")))
     result = invoke("bench", "--synthetic", 3)
     assert result.exit_code == 1
-    assert "continuous: 2 of 3 requests failed" in result.stderr
+    assert "continuous: 2 of 3 requests failed" in result.stdout
     last = json.loads(result.stdout.splitlines()[-1])
     assert last["ratios"] == {}
     assert last["complete"] is False
@@ -179,8 +185,6 @@ def test_jobs_and_outcomes_travel_as_json():
 
 
 def json_of(job):
-    from dataclasses import asdict
-
     return json.loads(json.dumps(asdict(job)))
 
 
@@ -200,16 +204,62 @@ def test_a_child_that_fails_is_an_error_and_leaves_nothing_behind(tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_plugin_error_where_there_is_no_card(monkeypatch):
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(cli.Path, "exists", lambda path: False)
-    cli.quiet_start()
-    assert cli.os.environ["JAX_PLATFORMS"] == "cpu"
+def test_no_plugin_error_where_there_is_no_card(monkeypatch, tmp_path):
+    monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(startup, "NVIDIA_DEVICE", tmp_path / "none")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    cli.quiet_start()
-    assert cli.os.environ["JAX_PLATFORMS"] == "cuda"
+    startup.quiet_start()
+    assert os.environ["JAX_PLATFORMS"] == "cuda"  # somebody chose
     monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
-    cli.quiet_start()
-    assert "JAX_PLATFORMS" not in cli.os.environ
+    monkeypatch.setattr(startup, "NVIDIA_DEVICE", tmp_path)
+    startup.quiet_start()
+    assert "JAX_PLATFORMS" not in os.environ  # there is a card
+    monkeypatch.setattr(startup, "NVIDIA_DEVICE", tmp_path / "none")
+    monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: None)
+    startup.quiet_start()
+    assert "JAX_PLATFORMS" not in os.environ  # there is no plugin
+    monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("JAX_PLATFORMS", "")  # so that monkeypatch puts back what was there
+    monkeypatch.delenv("JAX_PLATFORMS")
+    startup.quiet_start()
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_threads_are_cores(tmp_path):
+    code = "import os, jpaged.startup as s; s.use_cores(1); print(len(os.sched_getaffinity(0)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "1\n"
+    with pytest.raises(ValueError, match=r"--threads 100000: this process may run on \d+ core"):
+        startup.use_cores(100000)
+
+
+def test_convert_passes_its_arguments_on(monkeypatch, tmp_path):
+    import jpaged.models.loading as loading
+
+    seen = []
+    monkeypatch.setattr(loading, "convert", lambda *arguments: seen.append(arguments) or arguments[1])
+    result = invoke("convert", "some-model", tmp_path / "out", "--dtype", "bfloat16")
+    assert result.exit_code == 0
+    assert seen == [("some-model", tmp_path / "out", "bfloat16")]
+    assert f"wrote {tmp_path / 'out'}" in result.output
+
+
+def test_version_names_the_device():
+    result = invoke("version")
+    assert result.exit_code == 0
+    assert result.output.startswith("jpaged ")
+    assert "jax 0." in result.output
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_streamed_answers_are_shown_whole(terminal):
+    events = [
+        SimpleNamespace(index=1, delta_text="It [bold] is ", finished=False),
+        SimpleNamespace(index=0, delta_text="Paris.", finished=True),
+        SimpleNamespace(index=1, delta_text="wet.", finished=True),
+    ]
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    show_stream(console, ["Capital?", "Sea?"], iter(events))
+    shown = console.file.getvalue()
+    for text in ("Capital?", "Sea?", "Paris.", "It [bold] is wet."):
+        assert text in shown

@@ -7,14 +7,28 @@ from collections import Counter
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.checkpoint_files import (
-    HEAD_DIM, HEADS, HIDDEN, INTER, KV_HEADS, LAYERS, VOCAB,
-    gguf_metadata, gguf_tensors, hf_config, hf_tensors, write_gguf, write_hf,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INTER,
+    KV_HEADS,
+    LAYERS,
+    VOCAB,
+    gguf_metadata,
+    gguf_tensors,
+    hf_config,
+    hf_tensors,
+    write_gguf,
+    write_hf,
 )  # fmt: skip
 
 from checkpoints import fetch, open_source
 from jpaged.models import loading
 from jpaged.models.config import ModelConfig, RopeScaling
+from jpaged.models.llama import parameter_shapes
 from jpaged.models.loading import convert, load_checkpoint, resolve, save_orbax
 
 
@@ -57,7 +71,11 @@ def test_every_parameter_holds_what_its_name_says(tmp_path, kv_heads):
     for i in range(LAYERS):
         stored = {n.split(f"layers.{i}.")[1]: t for n, t in tensors.items() if f"layers.{i}." in n}
         qkv = found[f"layers.{i}.qkv"]
-        for part, at in (("q", slice(0, group)), ("k", slice(group, group + 1)), ("v", slice(group + 1, None))):
+        for part, at in (
+            ("q", slice(0, group)),
+            ("k", slice(group, group + 1)),
+            ("v", slice(group + 1, None)),
+        ):
             rows = stored[f"self_attn.{part}_proj.weight"]
             np.testing.assert_allclose((qkv[:, at] @ x).reshape(-1), rows @ x, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(found[f"layers.{i}.o"], stored["self_attn.o_proj.weight"])
@@ -65,7 +83,9 @@ def test_every_parameter_holds_what_its_name_says(tmp_path, kv_heads):
         np.testing.assert_array_equal(found[f"layers.{i}.gate_up"][1], stored["mlp.up_proj.weight"])
         np.testing.assert_array_equal(found[f"layers.{i}.down"], stored["mlp.down_proj.weight"])
         np.testing.assert_array_equal(found[f"layers.{i}.attn_norm"], stored["input_layernorm.weight"])
-        np.testing.assert_array_equal(found[f"layers.{i}.mlp_norm"], stored["post_attention_layernorm.weight"])
+        np.testing.assert_array_equal(
+            found[f"layers.{i}.mlp_norm"], stored["post_attention_layernorm.weight"]
+        )
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -145,7 +165,9 @@ def test_a_missing_tensor_is_named(tmp_path, name):
         load_checkpoint(write_hf(tmp_path, tensors=tensors))
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight"]
+)
 def test_an_unknown_tensor_is_named_with_its_file(tmp_path, name):
     tensors = hf_tensors() | {name: np.zeros(HIDDEN, np.float32)}
     with pytest.raises(ValueError, match=rf"-of-00002\.safetensors holds tensor '{name}'"):
@@ -153,7 +175,9 @@ def test_an_unknown_tensor_is_named_with_its_file(tmp_path, name):
 
 
 def test_buffers_that_follow_from_the_configuration_are_accepted(tmp_path):
-    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(LAYERS)}
+    buffers = {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(LAYERS)
+    }
     tensors = hf_tensors()
     expected = parameters(write_hf(tmp_path / "a", tensors=tensors))
     assert_equal(parameters(write_hf(tmp_path / "b", tensors=tensors | buffers)), expected)
@@ -162,7 +186,9 @@ def test_buffers_that_follow_from_the_configuration_are_accepted(tmp_path):
 def test_an_ill_shaped_tensor_is_named_with_both_shapes(tmp_path):
     tensors = hf_tensors()
     tensors["model.layers.0.mlp.down_proj.weight"] = np.zeros((INTER, HIDDEN), np.float32)
-    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.down_proj\.weight'.*\(64, 32\).*\(32, 64\)"):
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.0\.mlp\.down_proj\.weight'.*\(64, 32\).*\(32, 64\)"
+    ):
         load_checkpoint(write_hf(tmp_path, tensors=tensors))
 
 
@@ -287,7 +313,16 @@ def test_resolve_finds_files_directories_names_and_hub_ids(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert resolve("hf") == loading.Path("hf")
     (tmp_path / "m.bin").write_bytes(b"")
-    for wrong in ("gpt-9", "./no/such", "/no/such", "a/b/c", "org/m.gguf", "m.bin", "", loading.Path("org/name")):
+    for wrong in (
+        "gpt-9",
+        "./no/such",
+        "/no/such",
+        "a/b/c",
+        "org/m.gguf",
+        "m.bin",
+        "",
+        loading.Path("org/name"),
+    ):
         with pytest.raises(ValueError, match=r"A model is: .*config\.json.*\.gguf.*smollm2-135m.*hub id"):
             resolve(wrong)
 
@@ -297,5 +332,34 @@ def test_a_checkpoint_describes_itself(tmp_path):
     assert "family='llama'" in repr(checkpoint)
     assert f"{checkpoint.config.num_parameters:,}" in repr(checkpoint)
     assert sum(int(np.prod(s)) for s in checkpoint.shapes().values()) == checkpoint.config.num_parameters
+    assert checkpoint.shapes() == parameter_shapes(checkpoint.config)
     assert isinstance(checkpoint.config, ModelConfig)
     assert RopeScaling.KINDS == ("linear", "llama3")
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory):
+    """A small file of each kind, and how many of its bytes come before the weights."""
+    path = tmp_path_factory.mktemp("headers")
+    gguf = write_gguf(path / "m.gguf").read_bytes()
+    safetensors = (write_hf(path / "hf") / "model.safetensors").read_bytes()
+    tables = gguf.index(b"output.weight") + 60, int.from_bytes(safetensors[:8], "little") + 8
+    return {"m.gguf": (gguf, tables[0]), "hf/model.safetensors": (safetensors, tables[1])}, path
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "hf/model.safetensors"])
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_damaged_header_is_a_value_error_or_harmless(headers, name, data):
+    files, path = headers
+    content, table = files[name]
+    damaged = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, table - 1))
+        damaged[at] = data.draw(st.sampled_from([0, 1, 8, 9, 127, 128, 255, damaged[at] ^ 1]))
+    (path / name).write_bytes(damaged)
+    try:
+        checkpoint = load_checkpoint(path / name.removesuffix("/model.safetensors"))
+    except ValueError:
+        return
+    assert {name: array.shape for name, array in checkpoint.parameters()} == checkpoint.shapes()

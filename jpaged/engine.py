@@ -1,0 +1,482 @@
+"""The host's side of the engine: requests in, bursts run, tokens out.
+
+The engine is `EngineState`, a value on the device; this class holds the current one, gives it to a compiled burst
+(donated, so that the pool is updated in place) and keeps what comes back. It decides nothing about scheduling. The
+one choice it makes is which compiled program to run: the smallest token budget that holds the tokens the device
+says the next step would compute. Any choice gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged import sizing
+from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.pool import Decoder
+from jpaged.request import MAX_STOP_TOKENS, FinishReason, Request
+from jpaged.step import EngineState, Finish, Submission, abort, demand, evict, make_state, run, submit
+
+logger = logging.getLogger("jpaged")
+
+#: Requests that one call puts into the state; a static shape.
+_SUBMIT_BATCH = 16
+#: Steps whose figures `Engine.history` keeps.
+_HISTORY = 100_000
+
+_REASONS = {
+    Finish.STOP: FinishReason.STOP,
+    Finish.LENGTH: FinishReason.LENGTH,
+    Finish.ERROR: FinishReason.ERROR,
+}
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A request got a token, or ended, or both. `token_id` is None where it ended without one."""
+
+    request_id: str
+    token_id: int | None
+    logprob: float
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one step did, measured on the device from the page tables."""
+
+    step: int
+    running: int  # requests that have a slot
+    waiting: int  # requests that have none, on the device and on the host
+    pages_in_use: int  # pages that some table names
+    tokens_in_pages: int  # tokens whose keys and values they hold
+    scheduled_tokens: int  # tokens computed for requests
+    budget: int  # tokens computed in all, padding included
+    admitted: int
+    preempted: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine was made, and how things stand. A row-step is one token position computed once."""
+
+    steps: int
+    useful_row_steps: int
+    wasted_row_steps: int
+    preemptions: int
+    total_pages: int
+    free_pages: int
+    in_use_pages: int
+    running: int
+    waiting: int
+    num_programs: int
+    compile_seconds: float
+
+    def __str__(self) -> str:
+        computed = self.useful_row_steps + self.wasted_row_steps
+        share = self.wasted_row_steps / computed if computed else 0.0
+        return (
+            f"{self.running} running, {self.waiting} waiting; pages: {self.in_use_pages} of {self.total_pages} in use; "
+            f"{self.steps} steps, {computed} row-steps of which {share:.0%} wasted, {self.preemptions} preemptions; "
+            f"{self.num_programs} programs compiled in {self.compile_seconds:.1f} s"
+        )
+
+
+class Engine:
+    """Continuous batching over a paged KV cache.
+
+    Args:
+        decoder: the model; static and hashable.
+        params: its weights.
+        model_config: its shapes.
+        config: the engine's. What it leaves open (None, "auto") is filled in; `engine.config` is the result.
+            `dtype` is that of the pool.
+
+    Raises:
+        ValueError: for sizes that do not fit each other, the model, or the device.
+    """
+
+    def __init__(self, decoder: Decoder, params: Any, model_config: ModelConfig, config: EngineConfig):
+        self.model_config = model_config
+        self._decoder = decoder
+        self._params = params
+        self._seeds = np.random.default_rng(config.seed)
+        self._programs: dict[int, Any] = {}
+        self._helpers: dict[str, Any] = {}
+        self.compile_seconds = 0.0
+        self.config = self._resolve(config)
+        self._reset()
+        self.history: deque[StepStats] = deque(maxlen=_HISTORY)
+        self._totals = dict.fromkeys(("steps", "useful", "wasted", "preemptions"), 0)
+
+    # -- sizes
+
+    def _resolve(self, config: EngineConfig) -> EngineConfig:
+        model, on_cpu = self.model_config, jax.default_backend() == "cpu"
+        if config.dtype == "auto":
+            config = replace(config, dtype="float32" if on_cpu else "bfloat16")
+        if config.steps_per_burst is None:
+            config = replace(config, steps_per_burst=1 if on_cpu else 8)
+        if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len {config.max_model_len} is more than the {model.max_position_embeddings} tokens that "
+                "the model was made for"
+            )
+        longest = config.max_model_len or model.max_position_embeddings
+        if config.num_pages is None:
+            pool_bytes = config.pool_bytes or self._pool_bytes(replace(config, max_model_len=longest))
+            page_bytes = config.page_size * sizing.bytes_per_token(model, config.dtype)
+            num_pages = pool_bytes // page_bytes - 1  # one is scratch
+            if num_pages < 1:
+                raise ValueError(
+                    f"{pool_bytes} bytes hold {pool_bytes // page_bytes} pages of {page_bytes} bytes; at least 2 are "
+                    "needed (one is scratch)"
+                )
+            config = replace(config, num_pages=num_pages, pool_bytes=None)
+        if config.max_model_len is None:
+            config = replace(config, max_model_len=min(longest, config.num_pages * config.page_size))
+            if config.max_model_len < longest:
+                logger.info(
+                    "The pool of %d pages holds %d tokens: max_model_len is that, not the model's %d",
+                    config.num_pages, config.max_model_len, longest,
+                )  # fmt: skip
+        return config
+
+    def _pool_bytes(self, config: EngineConfig) -> int:
+        """Bytes for the pool when the caller named no size: from the GPU's memory, or the stated CPU default."""
+        limit = sizing.device_memory_bytes(jax.devices()[0])
+        if limit is None:
+            return sizing.default_pool_bytes()
+        pages = -(-config.max_model_len // config.page_size)
+        probe = self._lower(replace(config, num_pages=pages), config.budgets[-1]).compile()
+        temporary = probe.memory_analysis().temp_size_in_bytes
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        total = sizing.attainable_bytes(limit, config.gpu_memory_utilization)
+        left = total - weights - temporary
+        if left <= 0:
+            raise ValueError(
+                f"{total} bytes of the device can be used (gpu_memory_utilization {config.gpu_memory_utilization}), "
+                f"but weights take {weights} and the compiled step {temporary}"
+            )
+        return left
+
+    def _make_state(self, config: EngineConfig) -> EngineState:
+        model = self.model_config
+        return make_state(
+            config, layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
+            dtype=jnp.dtype(config.dtype),
+        )  # fmt: skip
+
+    # -- programs
+
+    def _lower(self, config: EngineConfig, budget: int) -> Any:
+        state = jax.eval_shape(partial(self._make_state, config))
+        burst = partial(run, self._decoder, budget=budget, steps=self._steps(config, budget))
+        return jax.jit(burst, donate_argnums=1).lower(self._params, state)
+
+    @staticmethod
+    def _steps(config: EngineConfig, budget: int) -> int:
+        """Steps in a burst. One that can hold a long prompt is followed by a look at what is wanted next."""
+        return config.steps_per_burst if budget <= config.max_num_seqs else 1
+
+    def _program(self, budget: int) -> Any:
+        if budget not in self._programs:
+            start = time.perf_counter()
+            self._programs[budget] = self._lower(self.config, budget).compile()
+            self.compile_seconds += time.perf_counter() - start
+        return self._programs[budget]
+
+    def _helper(self, name: str, function: Any, *arguments: Any) -> Any:
+        """Runs a small program on the state, compiled the first time."""
+        if name not in self._helpers:
+            start = time.perf_counter()
+            self._helpers[name] = jax.jit(function, donate_argnums=0).lower(self._state, *arguments).compile()
+            self.compile_seconds += time.perf_counter() - start
+        return self._helpers[name](self._state, *arguments)
+
+    def warmup(self) -> None:
+        """Compiles every program there is, so that none is compiled while requests wait."""
+        for budget in self.config.budgets:
+            self._program(budget)
+        self._put(Submission.empty(_SUBMIT_BATCH, self.config.max_model_len))
+        self._drop([])
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled so far. After `warmup` it never grows."""
+        return len(self._programs) + len(self._helpers)
+
+    # -- requests in
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError, in words, if `request` can never run here. Nothing is changed."""
+        config, vocab = self.config, self.model_config.vocab_size
+        prompt, params = request.prompt_token_ids, request.params
+        if len(prompt) == 0:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if len(prompt) > config.max_model_len:
+            needed = -(-len(prompt) // config.page_size)
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens ({needed} pages of {config.page_size}), but max_model_len is "
+                f"{config.max_model_len} and the pool has {config.num_pages} pages"
+            )
+        ids = np.asarray(prompt)
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
+            raise ValueError(f"prompt token ids must be integers in [0, {vocab}), got {_outside(prompt, vocab)}")
+        if outside := [t for t in params.stop_token_ids if t >= vocab]:
+            raise ValueError(f"stop_token_ids {outside} lie outside the vocabulary of {vocab}")
+        if len(self._stop_ids(request)) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"{len(self._stop_ids(request))} stop tokens (the model's own included) are more than "
+                f"{MAX_STOP_TOKENS}"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: it can never run here (see `check`), or its id is in use.
+        """
+        self.check(request)
+        if request.request_id in self._uids:
+            raise ValueError(f"request id {request.request_id!r} is in use by a request that has not ended")
+        self._next_uid += 1
+        self._uids[request.request_id] = self._next_uid
+        self._requests[self._next_uid] = request
+        self._pending.append(self._next_uid)
+
+    def _stop_ids(self, request: Request) -> list[int]:
+        own = () if request.params.ignore_eos else self.model_config.eos_token_ids
+        return list(dict.fromkeys((*own, *request.params.stop_token_ids)))
+
+    def _feed(self) -> None:
+        """Moves requests from the host's queue into free rows of the state."""
+        rows = self.config.max_num_seqs + self.config.max_queue
+        while self._pending and len(self._on_device) < rows:
+            batch = Submission.empty(_SUBMIT_BATCH, self.config.max_model_len)
+            for place in range(min(_SUBMIT_BATCH, len(self._pending), rows - len(self._on_device))):
+                uid = self._pending.popleft()
+                self._on_device.add(uid)
+                self._fill(batch, place, uid)
+            self._put(batch)
+
+    def _put(self, batch: Submission) -> None:
+        def put(state: EngineState, batch: Submission) -> tuple[EngineState, jax.Array]:
+            state = submit(state, batch)
+            return state, demand(state)
+
+        self._state, self._demand = self._helper("submit", put, batch)
+
+    def _fill(self, batch: Any, place: int, uid: int) -> None:
+        request, longest = self._requests[uid], self.config.max_model_len
+        params, prompt = request.params, request.prompt_token_ids
+        stops = self._stop_ids(request)
+        seed = params.seed if params.seed is not None else int(self._seeds.integers(2**32))
+        new_tokens = longest if params.max_tokens is None else params.max_tokens
+        batch.valid[place] = True
+        batch.uid[place] = uid
+        batch.tokens[place, : len(prompt)] = prompt
+        batch.prompt_len[place] = len(prompt)
+        batch.max_len[place] = min(longest, len(prompt) + new_tokens)
+        batch.min_len[place] = min(longest, len(prompt) + params.min_tokens)
+        batch.stop_ids[place, : len(stops)] = stops
+        batch.temperature[place] = params.temperature
+        batch.top_k[place] = max(params.top_k, 0)
+        batch.top_p[place] = params.top_p
+        batch.min_p[place] = params.min_p
+        batch.seed[place] = seed
+
+    # -- bursts
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some request has not ended."""
+        return bool(self._requests)
+
+    def burst(self) -> list[TokenEvent]:
+        """Runs one burst and returns what came out, step by step. Without work it returns at once.
+
+        If the device fails, or the call is interrupted, the exception passes on and every request is lost; the
+        engine is empty again and can be used.
+        """
+        try:
+            return self._burst()
+        except BaseException:
+            self.abort_all()
+            raise
+
+    def _burst(self) -> list[TokenEvent]:
+        events = self._too_long_to_start()
+        if not self.has_work:
+            return events
+        self._feed()
+        wanted = int(self._demand)
+        budget = next((b for b in self.config.budgets if b >= wanted), self.config.budgets[-1])
+        program = self._program(budget)
+        self._state, records, self._demand = program(self._params, self._state)
+        return events + self._read(jax.device_get(records), budget)
+
+    def _too_long_to_start(self) -> list[TokenEvent]:
+        """A prompt of exactly max_model_len tokens leaves no room: it ends by length before it runs."""
+        full = [u for u in self._pending if len(self._requests[u].prompt_token_ids) == self.config.max_model_len]
+        if not full:
+            return []
+        self._pending = deque(uid for uid in self._pending if uid not in set(full))
+        events = [TokenEvent(self._requests[uid].request_id, None, 0.0, FinishReason.LENGTH) for uid in full]
+        for uid in full:
+            self._forget(uid)
+        return events
+
+    def _read(self, records: Any, budget: int) -> list[TokenEvent]:
+        events = []
+        for index in range(records.uid.shape[0]):
+            record = jax.tree.map(lambda a, i=index: a[i], records)
+            self._note(record, budget)
+            for slot in np.flatnonzero(record.sampled | (record.finish != Finish.NOT)):
+                events.append(self._event(record, slot))
+        return events
+
+    def _event(self, record: Any, slot: int) -> TokenEvent:
+        uid = int(record.uid[slot])
+        request = self._requests[uid]
+        token = int(record.token[slot]) if record.sampled[slot] else None
+        finish = Finish(int(record.finish[slot]))
+        stop_reason = token if finish == Finish.STOP and token in request.params.stop_token_ids else None
+        if finish != Finish.NOT:
+            self._forget(uid)
+        return TokenEvent(
+            request.request_id, token, float(record.logprob[slot]), _REASONS.get(finish), stop_reason
+        )  # fmt: skip
+
+    def _note(self, record: Any, budget: int) -> None:
+        computed = int(record.scheduled.sum())
+        self._totals["steps"] += 1
+        self._totals["useful"] += computed
+        self._totals["wasted"] += budget - computed
+        self._totals["preemptions"] += int(record.preempted)
+        self.history.append(
+            StepStats(
+                step=self._totals["steps"],
+                running=int(record.running),
+                waiting=int(record.waiting) + len(self._pending),
+                pages_in_use=int(record.pages_in_use),
+                tokens_in_pages=int(record.tokens_stored),
+                scheduled_tokens=computed,
+                budget=budget,
+                admitted=int(record.admitted),
+                preempted=int(record.preempted),
+            )
+        )
+
+    def _forget(self, uid: int) -> None:
+        del self._uids[self._requests.pop(uid).request_id]
+        self._on_device.discard(uid)
+
+    # -- requests out
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Gives requests up, waiting or running; their pages are free when this returns. Unknown ids are ignored:
+        a request may have ended a moment ago."""
+        uids = {self._uids[name] for name in request_ids if name in self._uids}
+        on_device = [uid for uid in uids if uid in self._on_device]
+        self._pending = deque(uid for uid in self._pending if uid not in uids)
+        for uid in uids:
+            self._forget(uid)
+        if on_device:
+            self._drop(on_device)
+
+    def _drop(self, uids: Sequence[int]) -> None:
+        def drop(state: EngineState, uids: jax.Array) -> tuple[EngineState, jax.Array]:
+            state = evict(abort(state, uids))
+            return state, demand(state)
+
+        named = np.full(self.config.max_num_seqs + self.config.max_queue, -1, np.int32)  # -1 names nobody
+        named[: len(uids)] = uids
+        self._state, self._demand = self._helper("abort", drop, named)
+
+    def abort_all(self) -> None:
+        """Gives everything up. Also what makes an engine whose burst failed usable again."""
+        deleted = any(leaf.is_deleted() for leaf in jax.tree.leaves((self._state, self._demand)))
+        if not deleted:
+            try:
+                self.abort(list(self._uids))
+                jax.block_until_ready(self._state)
+                return
+            except RuntimeError as error:  # what a failed computation left behind fails when it is used
+                logger.warning("The engine's state is lost (%s); it starts again empty", error)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._state = self._make_state(self.config)
+        self._demand = jnp.int32(0)
+        self._uids: dict[str, int] = {}
+        self._requests: dict[int, Request] = {}
+        self._pending: deque[int] = deque()
+        self._on_device: set[int] = set()
+        self._next_uid = 0
+
+    # -- a look inside
+
+    @property
+    def state(self) -> EngineState:
+        """The current state. The next burst takes its buffers: copy what is to be kept."""
+        return self._state
+
+    @property
+    def params(self) -> Any:
+        return self._params
+
+    @property
+    def decoder(self) -> Decoder:
+        return self._decoder
+
+    def stats(self) -> EngineStats:
+        """Totals, and pages as the reference counts on the device say."""
+        free, total = int(self._state.free_pages), self.config.num_pages
+        running = int(np.sum(np.asarray(self._state.slots.occupied)))
+        return EngineStats(
+            steps=self._totals["steps"],
+            useful_row_steps=self._totals["useful"],
+            wasted_row_steps=self._totals["wasted"],
+            preemptions=self._totals["preemptions"],
+            total_pages=total,
+            free_pages=free,
+            in_use_pages=total - free,
+            running=running,
+            waiting=len(self._requests) - running,
+            num_programs=self.num_programs,
+            compile_seconds=self.compile_seconds,
+        )
+
+    def close(self) -> None:
+        """Frees the pool and lets go of weights and programs. Twice is harmless."""
+        for leaf in jax.tree.leaves(self._state):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._params = None
+        self._programs.clear()
+        self._helpers.clear()
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{f.name}={getattr(self.config, f.name)}"
+            for f in fields(self.config)
+            if f.name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "dtype")
+        )
+        return f"Engine({type(self._decoder).__name__}, {shown})"
+
+
+def _outside(prompt: Sequence[int], vocab: int) -> str:
+    wrong = [t for t in prompt if not isinstance(t, (int, np.integer)) or not 0 <= t < vocab]
+    return ", ".join(map(repr, wrong[:3]))

@@ -1,0 +1,26 @@
+"""Settings of all tests: JAX on the CPU, strict about dtypes; hypothesis without deadlines."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, by whichever test comes first
+
+import jax
+import pytest
+from hypothesis import settings
+from support.tiny import TINY, tiny_decoder
+
+# An implicit promotion is how a float64, or a pool twice as wide, gets in unseen.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+settings.register_profile("fixed", deadline=None, derandomize=True, database=None, print_blob=True)
+settings.register_profile("search", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """TINY of the known-faults file: its configuration, decoder and parameters."""
+    decoder, params = tiny_decoder(TINY)
+    return TINY, decoder, params

@@ -1,0 +1,236 @@
+"""The traced engine against the scheduler in plain Python, step by step: who runs, what is computed, which pages, what
+comes out. A difference of one page or one token is a failure, and hypothesis shrinks the story that led to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.drive import Ask, compiled, jit_abort, jit_submit, submission
+from support.oracle import OracleEngine, OracleRecord
+from support.stubs import STUB_SHAPE, HistoryDecoder
+
+from jpaged.config import EngineConfig
+from jpaged.step import EngineState, Status, demand, evict, make_state, violations
+
+NAN_TOKEN = 31
+DECODER = HistoryDecoder(vocab=32, nan_token=NAN_TOKEN)
+BUDGETS = (2, 5, 24)
+SUBMIT, BURST, MAX_LEN = 2, 3, 40
+
+
+def tight(page_size: int) -> EngineConfig:
+    """Four slots, and pages for little more than one of the longest requests: preemption is the rule."""
+    return EngineConfig(
+        page_size=page_size, num_pages=-(-MAX_LEN // page_size) + 2, max_num_seqs=4, max_queue=3,
+        max_num_batched_tokens=BUDGETS[-1], max_model_len=MAX_LEN,
+    )  # fmt: skip
+
+
+CONFIGS = {size: tight(size) for size in (1, 4, 16)}
+
+
+@lru_cache
+def fresh(page_size: int) -> EngineState:
+    return make_state(CONFIGS[page_size], **STUB_SHAPE)
+
+
+jit_demand = jax.jit(demand)
+
+
+class Pair:
+    """The engine and the oracle, told the same things."""
+
+    def __init__(self, page_size: int):
+        self.config = CONFIGS[page_size]
+        self.state = jax.tree.map(jnp.copy, fresh(page_size))
+        self.oracle = OracleEngine(self.config, DECODER)
+        self.next_uid = 1
+
+    def submit(self, *requests: dict) -> None:
+        requests = requests[: self.oracle.free_rows]
+        asks = [Ask(uid=self.next_uid + i, **request) for i, request in enumerate(requests)]
+        self.next_uid += len(asks)
+        self.state = jit_submit(self.state, submission(self.config, asks, SUBMIT))
+        for ask in asks:
+            self.oracle.submit(
+                ask.uid, ask.prompt, max_len=ask.max_len, min_len=ask.min_len, stop_ids=ask.stop_ids
+            )
+        self.compare()
+
+    def abort(self, uid: int) -> None:
+        self.state = jit_abort(self.state, jnp.array([uid, -1], jnp.int32))
+        self.oracle.abort(uid)
+        self.compare()
+
+    def step(self, budget: int) -> None:
+        self.state = compiled(DECODER, budget)(None, self.state)
+        record = self.oracle.step(budget)
+        self.compare_record(self.state.record, record)
+        self.compare()
+
+    def burst(self, budget: int) -> None:
+        """`run` is that many steps, then an eviction."""
+        self.state, records, wanted = compiled(DECODER, budget, BURST)(None, self.state)
+        for index in range(BURST):
+            self.compare_record(jax.tree.map(lambda a, i=index: a[i], records), self.oracle.step(budget))
+        self.oracle.evict()
+        self.compare()
+        assert int(wanted) == int(jit_demand(self.state)) == self.oracle.demand()
+
+    def compare_record(self, traced, expected: OracleRecord) -> None:
+        traced = jax.tree.map(np.asarray, traced)
+        for name in ("uid", "scheduled", "sampled", "finish"):
+            assert getattr(traced, name).tolist() == getattr(expected, name), name
+        sampled = np.asarray(expected.sampled)
+        assert traced.token[sampled].tolist() == np.asarray(expected.token)[sampled].tolist()
+        assert np.isfinite(traced.logprob[sampled]).all()
+        for name in ("running", "waiting", "admitted", "preempted", "pages_in_use", "tokens_stored"):
+            assert int(getattr(traced, name)) == getattr(expected, name), name
+
+    def compare(self) -> None:
+        assert violations(self.state) == []
+        state, oracle = jax.tree.map(np.asarray, replace(self.state, pool=self.state.refcount)), self.oracle
+        for index, slot in enumerate(oracle.slots):
+            assert bool(state.slots.occupied[index]) == (slot is not None)
+            pages = [] if slot is None else slot.pages
+            assert state.slots.page_table[index, : len(pages)].tolist() == pages
+            assert state.slots.num_pages[index] == len(pages)
+            assert state.slots.computed[index] == (0 if slot is None else slot.computed)
+            if slot is not None:
+                assert oracle.rows[state.slots.request[index]] is slot.request
+        assert set((np.flatnonzero(state.refcount == 0)).tolist()) == oracle.free
+        in_use = sum(len(slot.pages) for slot in oracle.running())
+        assert len(oracle.free) + in_use == self.config.num_pages
+        for row, request in enumerate(oracle.rows):
+            expected = Status.FREE if request is None else request.status
+            assert state.requests.status[row] == expected
+            if request is not None:
+                known = len(request.tokens)
+                assert state.requests.uid[row] == request.uid
+                assert state.requests.arrival[row] == request.arrival
+                assert state.requests.known[row] == known
+                assert state.requests.tokens[row, :known].tolist() == request.tokens
+        for name in ("submitted", "steps", "computed_tokens", "padded_tokens", "preemptions"):
+            assert int(getattr(state.counters, name)) == getattr(oracle, name), name
+
+
+tokens = st.integers(0, NAN_TOKEN - 1)
+
+
+@st.composite
+def requests(draw) -> dict:
+    prompt = draw(st.lists(tokens, min_size=1, max_size=draw(st.sampled_from((3, 17, MAX_LEN - 1)))))
+    if draw(st.integers(0, 19)) == 0:
+        prompt[draw(st.integers(0, len(prompt) - 1))] = NAN_TOKEN
+    max_len = draw(st.integers(len(prompt) + 1, MAX_LEN))
+    return {
+        "prompt": prompt,
+        "max_len": max_len,
+        "min_len": draw(st.one_of(st.just(0), st.integers(len(prompt), max_len))),
+        "stop_ids": draw(st.lists(tokens, max_size=4, unique=True)),
+    }
+
+
+operations = st.one_of(
+    st.tuples(st.just("step"), st.sampled_from(BUDGETS)),
+    st.tuples(st.just("step"), st.sampled_from(BUDGETS)),
+    st.tuples(st.just("burst"), st.just(BUDGETS[1])),
+    st.tuples(st.just("submit"), st.lists(requests(), min_size=1, max_size=SUBMIT)),
+    st.tuples(st.just("abort"), st.integers(1, 8)),
+)
+
+
+def apply(pair: Pair, operation: tuple) -> None:
+    kind, value = operation
+    if kind == "submit":
+        pair.submit(*value)
+    elif kind == "abort":
+        pair.abort(max(pair.next_uid - value, 0))
+    else:
+        getattr(pair, kind)(value)
+
+
+@pytest.mark.parametrize("page_size", CONFIGS)
+@settings(max_examples=40)
+@given(story=st.lists(operations, min_size=1, max_size=30))
+def test_engine_and_oracle_agree_at_every_step(page_size, story):
+    """Catches: a page lost, doubled or taken in another order; a request starved, overtaken or preempted out of turn;
+    a token from another's page; a stop, minimum or length rule off by one; a count that is wrong."""
+    pair = Pair(page_size)
+    for operation in story:
+        apply(pair, operation)
+    for _ in range(1000):
+        if not any(pair.oracle.rows):
+            return
+        pair.step(BUDGETS[-1])
+    raise AssertionError("requests never end")
+
+
+@dataclass
+class Dice:
+    """Random requests without hypothesis: a long story needs no shrinking to begin with."""
+
+    rng: np.random.Generator
+
+    def request(self) -> dict:
+        prompt = self.rng.integers(0, NAN_TOKEN, self.rng.integers(1, MAX_LEN)).tolist()
+        if self.rng.random() < 0.05:
+            prompt[-1] = NAN_TOKEN
+        stop_ids = self.rng.choice(NAN_TOKEN, self.rng.integers(0, 3), replace=False).tolist()
+        return {
+            "prompt": prompt,
+            "max_len": int(self.rng.integers(len(prompt) + 1, MAX_LEN + 1)),
+            "min_len": int(self.rng.integers(0, MAX_LEN // 2)),
+            "stop_ids": stop_ids,
+        }
+
+
+@pytest.mark.parametrize("page_size", CONFIGS)
+def test_500_random_steps_lose_no_page(page_size):
+    """PC-06: two code paths that free one page, or a page nobody frees, show up within 500 steps of everything."""
+    dice = Dice(np.random.default_rng(page_size))
+    pair = Pair(page_size)
+    while pair.oracle.steps < 500:
+        throw = dice.rng.random()
+        if throw < 0.3 and pair.oracle.free_rows:
+            pair.submit(*(dice.request() for _ in range(SUBMIT)))
+        elif throw < 0.35:
+            pair.abort(int(dice.rng.integers(max(pair.next_uid - 8, 0), pair.next_uid + 1)))
+        elif throw < 0.4:
+            pair.burst(BUDGETS[1])
+        else:
+            pair.step(int(dice.rng.choice(BUDGETS)))
+    assert pair.oracle.preemptions > 5, "the pool was not tight"
+    while any(pair.oracle.rows):
+        pair.step(BUDGETS[-1])
+    assert int(pair.state.free_pages) == pair.config.num_pages
+
+
+@settings(max_examples=10)
+@given(story=st.lists(requests(), min_size=1, max_size=6))
+def test_a_burst_is_its_steps(story):
+    """Catches: state that a burst carries otherwise than a caller of `step` would. Every array must be equal."""
+    ends = []
+    for steps in (1, BURST):
+        state = jax.tree.map(jnp.copy, fresh(4))
+        for index, request in enumerate(story):
+            state = jit_submit(state, submission(CONFIGS[4], [Ask(uid=index + 1, **request)], SUBMIT))
+        records = []
+        for _ in range(2 * BURST // steps):
+            if steps == 1:
+                state = compiled(DECODER, BUDGETS[1])(None, state)
+                records.append(jax.tree.map(lambda a: np.asarray(a)[None], state.record))
+            else:
+                state, record, _ = compiled(DECODER, BUDGETS[1], BURST)(None, state)
+                records.append(jax.tree.map(np.asarray, record))
+        if steps == 1:  # a burst ends with an eviction, and so does the comparison
+            state = jax.jit(evict)(state)
+        ends.append((jax.tree.map(np.asarray, state), jax.tree.map(lambda *a: np.concatenate(a), *records)))
+    jax.tree.map(np.testing.assert_array_equal, *ends)

@@ -1,0 +1,1 @@
+"""What the tests share: stub decoders, the scheduler's oracle, tiny models, checkpoint files."""
