@@ -1,20 +1,53 @@
-"""Serve language models from a paged KV cache with continuous batching, scheduled inside one compiled JAX step.
+"""Serve language models from a paged KV cache, scheduled inside one compiled JAX step.
 
     from jpaged import LLM, SamplingParams
 
     llm = LLM("smollm2-135m")
-    llm.chat([{"role": "user", "content": "Why is the sky blue?"}], SamplingParams(temperature=0, max_tokens=64))
+    llm.chat([{"role": "user", "content": "Why is the sky blue?"}], SamplingParams(max_tokens=64))
+
+A name is imported when it is first used: `jpaged --help` does not wait for JAX, and the command line can
+choose a platform before JAX starts.
 """
 
-from jpaged.config import EngineConfig
-from jpaged.engine import Engine, EngineStats
-from jpaged.llm import LLM, StreamEvent
-from jpaged.request import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
-from jpaged.tokenizer import Tokenizer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jpaged.config import EngineConfig
+    from jpaged.engine import Engine, EngineStats
+    from jpaged.llm import LLM, StreamEvent
+    from jpaged.request import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+    from jpaged.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
+_HOME = {
+    "EngineConfig": "config",
+    "Engine": "engine",
+    "EngineStats": "engine",
+    "LLM": "llm",
+    "StreamEvent": "llm",
+    "CompletionOutput": "request",
+    "FinishReason": "request",
+    "Logprob": "request",
+    "RequestOutput": "request",
+    "SamplingParams": "request",
+    "Tokenizer": "tokenizer",
+}
+
 __all__ = [
-    "LLM", "CompletionOutput", "Engine", "EngineConfig", "EngineStats", "FinishReason", "Logprob", "RequestOutput",
-    "SamplingParams", "StreamEvent", "Tokenizer", "__version__",
+    "LLM", "CompletionOutput", "Engine", "EngineConfig", "EngineStats", "FinishReason", "Logprob",
+    "RequestOutput", "SamplingParams", "StreamEvent", "Tokenizer", "__version__",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # the next use finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

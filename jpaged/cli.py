@@ -55,9 +55,7 @@ def demo(
 
 @app.command()
 def bench(
-    workload: Annotated[
-        Path | None, typer.Option(help="A workload file; without one, a synthetic mix.")
-    ] = None,
+    workload: Annotated[Path | None, typer.Option(help="A workload file; without one, a synthetic mix.")] = None,
     engine: Annotated[str, typer.Option(help="continuous, static, or both.")] = "both",
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = BUILTIN_MODEL,
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
@@ -79,9 +77,7 @@ def bench(
     ] = None,
     page_size: Annotated[int, typer.Option(min=1, help="Token slots in a page.")] = 16,
     num_pages: Annotated[int | None, typer.Option(min=1, help="Pages of the pool.")] = None,
-    pool_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Bytes of the pool, instead of pages.")
-    ] = None,
+    pool_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of the pool, instead of pages.")] = None,
     steps_per_burst: Annotated[int | None, typer.Option(min=1, help="Most steps of one device call.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Cores to run on; by default all.")] = None,
@@ -154,9 +150,7 @@ def bench(
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help=MODEL_HELP)],
-    target: Annotated[
-        Path, typer.Argument(metavar="DST", help="The Orbax directory to write; must not exist.")
-    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The Orbax directory to write; must not exist.")],
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; by default as stored, quantised as float32."),
@@ -176,17 +170,13 @@ def sizing(
         str | None,
         typer.Argument(help=f"{MODEL_HELP} Its configuration replaces the numbers of the options."),
     ] = None,
-    memory: Annotated[
-        str, typer.Option(help="Of the device: 80e9 bytes, 80GB (10**9) or 80GiB (2**30).")
-    ] = "80GB",
+    memory: Annotated[str, typer.Option(help="Of the device: 80e9 bytes, 80GB (10**9) or 80GiB (2**30).")] = "80GB",
     utilization: Annotated[float, typer.Option(help="Share of it to use, in (0, 1].")] = 0.9,
     parameters: Annotated[int, typer.Option(min=0, help="Of the model.")] = 8_030_261_248,
     layers: Annotated[int, typer.Option(min=1)] = 32,
     kv_heads: Annotated[int, typer.Option(min=1)] = 8,
     head_dim: Annotated[int, typer.Option(min=1)] = 128,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16 or float16: of weights and pool.")
-    ] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: of weights and pool.")] = "bfloat16",
     temporary_bytes: Annotated[int, typer.Option(min=0, help="What the compiled step needs beside.")] = 0,
     page_size: Annotated[int, typer.Option(min=1, help="Token slots in a page.")] = 16,
     reserved: Annotated[

@@ -21,13 +21,13 @@ from jpaged.bench.workload import synthetic_workload
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "Write two sentences about the sea.",
-    "How do I boil an egg?",
+    "Name three animals that live in a forest.",
     "Explain in one sentence what a computer's memory is for.",
 )
-CHAT_TOKENS = 80
-#: of the comparison: requests, lengths of prompts and of outputs; about half a minute on two cores
-REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 24, (8, 96), (4, 96)
-SLOTS = 8
+CHAT_TOKENS = 64
+#: of the comparison: requests, lengths of prompts and of outputs; about twenty seconds on two cores
+REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 20, (8, 64), (4, 80)
+SLOTS, LONGEST = 8, 256
 
 
 def run_demo(model: str, plot: Path, *, console: Console | None = None) -> bool:
@@ -36,23 +36,27 @@ def run_demo(model: str, plot: Path, *, console: Console | None = None) -> bool:
     Returns False if the comparison has a problem, which is printed.
     """
     console = console or Console()
-    from jpaged.llm import LLM
-
     from jpaged.config import EngineConfig
+    from jpaged.llm import LLM
     from jpaged.request import SamplingParams
 
-    config = EngineConfig(max_num_seqs=SLOTS, max_num_batched_tokens=128, max_model_len=512)
+    config = EngineConfig(
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=64,
+        token_budgets=(SLOTS, 64),  # two programs: compiling takes longer than all that follows
+        max_model_len=LONGEST,
+        num_pages=SLOTS * LONGEST // 16,
+    )
     start = time.perf_counter()
     with console.status(f"fetching and loading {model}, compiling the step"):
         llm = LLM(model, config=config)
+        llm.warmup()
     with llm:
-        console.print(
-            f"{model} is ready after {time.perf_counter() - start:.1f} s. Four chats, one running batch:\n"
-        )
+        console.print(f"{model} is ready after {time.perf_counter() - start:.1f} s. Four chats, one running batch:\n")
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
         params = SamplingParams(temperature=0.0, max_tokens=CHAT_TOKENS)
         show_stream(console, QUESTIONS, llm.stream_chat(conversations, params))
-        return compare(llm, config, model, plot, console)
+        return compare(llm, model, plot, console)
 
 
 def show_stream(console: Console, questions: Sequence[str], events: Iterable[Any]) -> None:
@@ -78,7 +82,7 @@ def show_stream(console: Console, questions: Sequence[str], events: Iterable[Any
             live.update(Group(*(panel(i) for i in range(len(questions)))))
 
 
-def compare(llm: Any, config: Any, model: str, plot: Path, console: Console) -> bool:
+def compare(llm: Any, model: str, plot: Path, console: Console) -> bool:
     """Both engines on one seeded mix, on the weights that `llm` holds; prints the table, saves the plot."""
     from jpaged.bench.run import run_engine
     from jpaged.viz.pages import plot_occupancy
@@ -97,7 +101,7 @@ def compare(llm: Any, config: Any, model: str, plot: Path, console: Console) -> 
     )
     with bars:
         outcomes = [
-            run_engine(kind, llm, workload, config, model=model, **_shown_in(bars, kind))
+            run_engine(kind, llm, workload, llm.config, model=model, **_shown_in(bars, kind))
             for kind in ("continuous", "static")
         ]
     report = make_report(outcomes, check=True)
@@ -105,9 +109,7 @@ def compare(llm: Any, config: Any, model: str, plot: Path, console: Console) -> 
     histories = {outcome.result.engine: outcome.measured.history for outcome in outcomes}
     sizes = {outcome.result.engine: outcome.measured.page_size for outcome in outcomes}
     plot_occupancy(histories, page_size=sizes, title=f"{model}: {workload.name}").savefig(plot)
-    console.print(
-        f"\nToken ids are identical: {'no' if report.difference else 'yes'}. Page occupancy: {plot}"
-    )
+    console.print(f"\nToken ids are identical: {'no' if report.difference else 'yes'}. Page occupancy: {plot}")
     return not report.problems
 
 

@@ -24,8 +24,9 @@ from jpaged import sizing
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.pool import Decoder
-from jpaged.request import MAX_STOP_TOKENS, FinishReason, Request
+from jpaged.request import FinishReason, Request
 from jpaged.step import EngineState, Finish, Submission, abort, demand, evict, make_state, run, submit
+from jpaged.submission import check_request, fill_row
 
 logger = logging.getLogger("jpaged")
 
@@ -34,7 +35,7 @@ _SUBMIT_BATCH = 16
 #: Steps whose figures `Engine.history` keeps.
 _HISTORY = 100_000
 
-_REASONS = {
+FINISH_REASONS = {
     Finish.STOP: FinishReason.STOP,
     Finish.LENGTH: FinishReason.LENGTH,
     Finish.ERROR: FinishReason.ERROR,
@@ -221,26 +222,11 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises ValueError, in words, if `request` can never run here. Nothing is changed."""
-        config, vocab = self.config, self.model_config.vocab_size
-        prompt, params = request.prompt_token_ids, request.params
-        if len(prompt) == 0:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        if len(prompt) > config.max_model_len:
-            needed = -(-len(prompt) // config.page_size)
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens ({needed} pages of {config.page_size}), but max_model_len is "
-                f"{config.max_model_len} and the pool has {config.num_pages} pages"
-            )
-        ids = np.asarray(prompt)
-        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
-            raise ValueError(f"prompt token ids must be integers in [0, {vocab}), got {_outside(prompt, vocab)}")
-        if outside := [t for t in params.stop_token_ids if t >= vocab]:
-            raise ValueError(f"stop_token_ids {outside} lie outside the vocabulary of {vocab}")
-        if len(self._stop_ids(request)) > MAX_STOP_TOKENS:
-            raise ValueError(
-                f"{len(self._stop_ids(request))} stop tokens (the model's own included) are more than "
-                f"{MAX_STOP_TOKENS}"
-            )
+        config = self.config
+        check_request(
+            request, self.model_config, max_model_len=config.max_model_len, page_size=config.page_size,
+            num_pages=config.num_pages,
+        )  # fmt: skip
 
     def submit(self, request: Request) -> None:
         """Queues a request.
@@ -256,10 +242,6 @@ class Engine:
         self._requests[self._next_uid] = request
         self._pending.append(self._next_uid)
 
-    def _stop_ids(self, request: Request) -> list[int]:
-        own = () if request.params.ignore_eos else self.model_config.eos_token_ids
-        return list(dict.fromkeys((*own, *request.params.stop_token_ids)))
-
     def _feed(self) -> None:
         """Moves requests from the host's queue into free rows of the state."""
         rows = self.config.max_num_seqs + self.config.max_queue
@@ -268,7 +250,10 @@ class Engine:
             for place in range(min(_SUBMIT_BATCH, len(self._pending), rows - len(self._on_device))):
                 uid = self._pending.popleft()
                 self._on_device.add(uid)
-                self._fill(batch, place, uid)
+                fill_row(
+                    batch, place, uid, self._requests[uid], self.model_config,
+                    max_model_len=self.config.max_model_len, seed=int(self._seeds.integers(2**32)),
+                )  # fmt: skip
             self._put(batch)
 
     def _put(self, batch: Submission) -> None:
@@ -277,25 +262,6 @@ class Engine:
             return state, demand(state)
 
         self._state, self._demand = self._helper("submit", put, batch)
-
-    def _fill(self, batch: Any, place: int, uid: int) -> None:
-        request, longest = self._requests[uid], self.config.max_model_len
-        params, prompt = request.params, request.prompt_token_ids
-        stops = self._stop_ids(request)
-        seed = params.seed if params.seed is not None else int(self._seeds.integers(2**32))
-        new_tokens = longest if params.max_tokens is None else params.max_tokens
-        batch.valid[place] = True
-        batch.uid[place] = uid
-        batch.tokens[place, : len(prompt)] = prompt
-        batch.prompt_len[place] = len(prompt)
-        batch.max_len[place] = min(longest, len(prompt) + new_tokens)
-        batch.min_len[place] = min(longest, len(prompt) + params.min_tokens)
-        batch.stop_ids[place, : len(stops)] = stops
-        batch.temperature[place] = params.temperature
-        batch.top_k[place] = max(params.top_k, 0)
-        batch.top_p[place] = params.top_p
-        batch.min_p[place] = params.min_p
-        batch.seed[place] = seed
 
     # -- bursts
 
@@ -356,7 +322,7 @@ class Engine:
         if finish != Finish.NOT:
             self._forget(uid)
         return TokenEvent(
-            request.request_id, token, float(record.logprob[slot]), _REASONS.get(finish), stop_reason
+            request.request_id, token, float(record.logprob[slot]), FINISH_REASONS.get(finish), stop_reason
         )  # fmt: skip
 
     def _note(self, record: Any, budget: int) -> None:
@@ -475,8 +441,3 @@ class Engine:
             if f.name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "dtype")
         )
         return f"Engine({type(self._decoder).__name__}, {shown})"
-
-
-def _outside(prompt: Sequence[int], vocab: int) -> str:
-    wrong = [t for t in prompt if not isinstance(t, (int, np.integer)) or not 0 <= t < vocab]
-    return ", ".join(map(repr, wrong[:3]))

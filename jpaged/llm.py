@@ -19,7 +19,15 @@ from jpaged.engine import Engine, EngineStats, TokenEvent
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import load_decoder
 from jpaged.models.loading import load_checkpoint, resolve
-from jpaged.request import CompletionOutput, FinishReason, Logprob, Request, RequestMetrics, RequestOutput, SamplingParams
+from jpaged.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
 from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

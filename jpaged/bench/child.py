@@ -15,18 +15,17 @@ def run_job(job: BenchJob) -> Outcome:
     if job.threads is not None:
         use_cores(job.threads)  # before JAX is imported: it starts one thread a core
     quiet_start()
-    from jpaged.llm import load_model
     from tqdm import tqdm
 
-    from jpaged.bench.run import run_engine
+    from jpaged.bench.run import load, resolve_dtype, run_engine
     from jpaged.config import EngineConfig
 
     def bar(name: str, total: int) -> tqdm:
         return tqdm(total=total, desc=name, unit="tok", file=sys.stderr, dynamic_ncols=True)
 
-    config = EngineConfig(**job.config)
+    config = resolve_dtype(EngineConfig(**job.config))
     say(f"{job.engine}: loading {job.model}")
-    loaded = load_model(job.model, config)
+    loaded = load(job.model, config.dtype)
     return run_engine(
         job.engine,
         loaded,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jpaged.bench.workload import Workload, WorkloadRequest
-from jpaged.request import FinishReason, Request
+from jpaged.request import FinishReason, Request, SamplingParams
 
 
 class ServingEngine(Protocol):
@@ -92,12 +92,12 @@ class Measurement:
 
 
 class BenchEngine(Protocol):
-    """Anything that can run a workload. `warmup` compiles; `run` measures, and calls `progress(tokens)` with
-    the count of new tokens after each burst."""
+    """Anything that can run a workload. `warmup` compiles and runs a little; `run` measures, and calls
+    `progress(tokens)` with the count of new tokens after each burst."""
 
     name: str
 
-    def warmup(self) -> None: ...
+    def warmup(self, workload: Workload) -> None: ...
     def run(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Measurement: ...
 
 
@@ -119,8 +119,19 @@ class EngineAdapter:
         self._clock = clock
         self._sleep = sleep
 
-    def warmup(self) -> None:
+    def warmup(self, workload: Workload) -> None:
+        """Compiles all programs, then runs one request with a prompt of the longest length: the first call of a
+        program touches memory that later ones find touched. The prompt is of nothing but token 0, so that no
+        prompt of the workload is found computed already."""
         self._engine.warmup()
+        longest = max(len(r.prompt_token_ids) for r in workload.requests)
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        try:
+            self._engine.submit(Request("warmup", (0,) * longest, params))
+        except ValueError:  # the run will say so, of the request that is too long
+            return
+        while self._engine.has_work:
+            self._engine.burst()
 
     def run(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Measurement:
         engine, clock = self._engine, self._clock

@@ -131,8 +131,7 @@ def break_down(
     steps = dict(sorted(Counter(sample.budget for sample in history).items()))
     weights = make_weights(model, dtype)
     times = {
-        budget: time_products(model, dtype, budget, rows=rows, weights=weights, seconds=seconds)
-        for budget in steps
+        budget: time_products(model, dtype, budget, rows=rows, weights=weights, seconds=seconds) for budget in steps
     }
     total = sum(count * times[budget] for budget, count in steps.items())
     return Breakdown(wall_s, total, steps, times)

@@ -233,9 +233,7 @@ class Report:
 
     def print(self, console: Console) -> None:
         """The table, and below it what is wrong with the numbers, if anything is."""
-        if (
-            not console.is_terminal
-        ):  # a file or a pipe has no width of its own; 80 columns would wrap the table
+        if not console.is_terminal:  # a file or a pipe has no width of its own; 80 columns would wrap the table
             console.width = max(console.width, 120)
         console.print(self.table())
         for problem in self.problems:

@@ -9,19 +9,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import jax
-from jpaged.baseline.static import StaticEngine
-from jpaged.engine import Engine
+import jax.numpy as jnp
 
+from jpaged.baseline.static import StaticEngine
 from jpaged.bench.compare import Outcome
 from jpaged.bench.measure import EngineAdapter, peak_rss_bytes
 from jpaged.bench.products import break_down
 from jpaged.bench.report import RunResult
 from jpaged.bench.workload import Workload
 from jpaged.config import EngineConfig
+from jpaged.engine import Engine
+from jpaged.models.config import ModelConfig
+from jpaged.models.llama import load_decoder
+from jpaged.models.loading import load_checkpoint, resolve
+
+
+def resolve_dtype(config: EngineConfig) -> EngineConfig:
+    """`config` with a dtype in place of "auto"."""
+    if config.dtype != "auto":
+        return config
+    return replace(config, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 def fit_config(config: EngineConfig, workload: Workload) -> EngineConfig:
@@ -38,30 +49,67 @@ def fit_config(config: EngineConfig, workload: Workload) -> EngineConfig:
         return replace(config, max_model_len=pages * config.page_size)
     if longest > config.max_model_len:
         raise ValueError(
-            f"{workload.name}: its longest request has {longest} tokens, max_model_len is "
-            f"{config.max_model_len}"
+            f"{workload.name}: its longest request has {longest} tokens, max_model_len is {config.max_model_len}"
         )
     return config
 
 
-def make_engine(kind: str, loaded: Any, config: EngineConfig, *, rows: int) -> EngineAdapter:
-    """The continuous engine, or the static baseline with `rows` rows.
+class Loaded(Protocol):
+    """A model in memory; `jpaged.LLM` is one. `engine`, where there is one, is taken instead of a new engine
+    if it has just the config that is asked for: it may be compiled already."""
 
-    Args:
-        loaded: has `decoder`, `params` and `model_config`.
+    @property
+    def decoder(self) -> Any: ...
+    @property
+    def params(self) -> Any: ...
+    @property
+    def model_config(self) -> ModelConfig: ...
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights and what they mean, without an engine."""
+
+    decoder: Any
+    params: Any
+    model_config: ModelConfig
+
+
+def load(name: str, dtype: str) -> Model:
+    """The weights of a built-in name, directory, file or hub id, in `dtype`.
+
+    Raises:
+        ValueError: there is no such model, or it is not whole.
     """
+    checkpoint = load_checkpoint(resolve(name))
+    decoder, params = load_decoder(
+        checkpoint.config,
+        checkpoint.parameters(dtype),
+        jnp.dtype(dtype),
+        stacked=jax.default_backend() != "cpu",
+    )
+    return Model(decoder, params, checkpoint.config)
+
+
+def make_engine(kind: str, loaded: Loaded, config: EngineConfig, *, rows: int) -> tuple[EngineAdapter, dict[str, Any]]:
+    """The continuous engine, or the static baseline with `rows` rows; and the sizes it was made with."""
     model = (loaded.decoder, loaded.params, loaded.model_config)
     if kind == "continuous":
-        return EngineAdapter(kind, Engine(*model, config), page_size=config.page_size)
+        engine = getattr(loaded, "engine", None)
+        if engine is None or engine.config != config:
+            engine = Engine(*model, config)
+        return EngineAdapter(kind, engine, page_size=config.page_size), asdict(engine.config)
     if kind == "static":
-        engine = StaticEngine(*model, batch_size=rows, max_model_len=config.max_model_len, dtype=config.dtype)
-        return EngineAdapter(kind, engine, page_size=engine.page_size)
+        length = config.max_model_len or loaded.model_config.max_position_embeddings
+        static = StaticEngine(*model, batch_size=rows, max_model_len=length, dtype=config.dtype)
+        sizes = {"batch_size": rows, "max_model_len": length, "dtype": config.dtype}
+        return EngineAdapter(kind, static, page_size=static.page_size), sizes
     raise ValueError(f"engine must be 'continuous' or 'static', got {kind!r}")
 
 
 def run_engine(
     kind: str,
-    loaded: Any,
+    loaded: Loaded,
     workload: Workload,
     config: EngineConfig,
     *,
@@ -76,7 +124,7 @@ def run_engine(
 
     Args:
         kind: "continuous" or "static".
-        loaded: has `decoder`, `params` and `model_config`.
+        loaded: an LLM, or the weights that `load` gives.
         config: see `fit_config` for its `max_model_len`.
         model: the name that the report gives the model.
         batch_size: rows of the static engine; None: `max_num_seqs`.
@@ -85,11 +133,11 @@ def run_engine(
         say: gets a line of text when something that takes a while begins.
         bar: given a name and the number of tokens to come, a context whose value has `update(tokens)`.
     """
-    config = fit_config(config, workload)
+    config = fit_config(resolve_dtype(config), workload)
     rows = batch_size if kind == "static" and batch_size is not None else config.max_num_seqs
-    engine = make_engine(kind, loaded, config, rows=rows)
+    engine, sizes = make_engine(kind, loaded, config, rows=rows)
     say(f"{kind}: compiling")
-    engine.warmup()
+    engine.warmup(workload)
     with (bar or _no_bar)(kind, workload.output_tokens) as progress:
         measured = engine.run(workload, progress=None if progress is None else progress.update)
     peak = peak_rss_bytes() if own_process else None  # before the breakdown makes weights of its own
@@ -111,7 +159,7 @@ def run_engine(
         peak_rss_bytes=peak,
         device=jax.devices()[0].device_kind,
         jax_version=jax.__version__,
-        config={**asdict(config), "rows": rows},
+        config=sizes,
         breakdown=found,
     )
     return Outcome(workload.summary(), result, measured)

@@ -143,9 +143,7 @@ def parse_workload(data: Any, *, where: str, name: str) -> Workload:
     seen: dict[str, int] = {}
     for i, request in enumerate(requests):
         if (first := seen.setdefault(request.request_id, i)) != i:
-            raise ValueError(
-                f"{where}: requests[{i}].id {request.request_id!r} is also the id of requests[{first}]"
-            )
+            raise ValueError(f"{where}: requests[{i}].id {request.request_id!r} is also the id of requests[{first}]")
     workload = Workload(str(meta.get("name", name)), requests, str(meta.get("description", "")))
     counts = {
         "n": len(requests), "prompt_tokens": workload.prompt_tokens, "output_tokens": workload.output_tokens,

@@ -31,7 +31,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     inverse = 1.0 / config.rope_theta**exponent
     scaling = config.rope_scaling
-    factors = getattr(config, "rope_freq_factors", None)
+    factors = config.rope_freq_factors
     if factors is not None:
         inverse = inverse / np.asarray(factors, np.float64)
     elif scaling is not None and scaling.kind == "linear":

@@ -68,21 +68,27 @@ def _param(spec: WeightSpec, dtype: Any, rngs: nnx.Rngs, layers: int | None = No
     return nnx.Param(value, axes=axes)
 
 
-class Block(nnx.Module):
-    """One layer, or with `layers` all of them, stacked along a first axis for a scan."""
+class LayerNumber(nnx.Variable):
+    """Which layer a block is. An array, not a constant, so that the layers are one program many times over, and XLA
+    compiles its kernels once for all of them."""
 
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs, layers: int | None = None):
+
+class Block(nnx.Module):
+    """Layer number `number`; or with `layers` all of them, stacked along a first axis for a scan."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs, number: int = 0, layers: int | None = None):
         self.config = config
+        self.number = LayerNumber(jnp.int32(number) if layers is None else jnp.arange(layers, dtype=jnp.int32))
         for name, spec in block_weights(config).items():
             setattr(self, name, _param(spec, dtype, rngs, layers))
 
-    def __call__(self, x, pool, layer, batch, rope, place):
-        """`x` `[hidden, tokens]` through layer number `layer`; returns it and the pool."""
-        x, pool = self.attend(x, pool, layer, batch, rope, place)
+    def __call__(self, x, pool, batch, rope, place):
+        """`x` `[hidden, tokens]` through the layer; returns it and the pool."""
+        x, pool = self.attend(x, pool, batch, rope, place)
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)), pool
 
-    def attend(self, x, pool, layer, batch, rope, place):
-        config, tokens = self.config, x.shape[1]
+    def attend(self, x, pool, batch, rope, place):
+        config, tokens, layer = self.config, x.shape[1], self.number[...]
         normed = rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
         qkv = self.qkv[...].reshape(-1, config.hidden_size) @ normed
         qkv = qkv.reshape(config.num_kv_heads, config.group + 2, config.head_dim, tokens)
@@ -117,7 +123,7 @@ class Llama(nnx.Module):
         if stacked:
             self.layers = Block(config, dtype, rngs, layers=config.num_layers)
         else:
-            self.layers = nnx.List([Block(config, dtype, rngs) for _ in range(config.num_layers)])
+            self.layers = nnx.List([Block(config, dtype, rngs, number) for number in range(config.num_layers)])
 
     def __call__(self, pool: KVPool, batch: StepBatch) -> tuple[jax.Array, KVPool]:
         """Float32 logits `[rows, vocab]` of the tokens `batch.logit_index`, and the pool."""
@@ -128,15 +134,13 @@ class Llama(nnx.Module):
         if self.stacked:
             graph, weights = nnx.split(self.layers)
 
-            def layer(carry, now):
-                index, weights = now
-                return nnx.merge(graph, weights)(*carry, index, batch, rope, place), None
+            def layer(carry, weights):
+                return nnx.merge(graph, weights)(*carry, batch, rope, place), None
 
-            numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
-            (x, pool), _ = jax.lax.scan(layer, (x, pool), (numbers, weights))
+            (x, pool), _ = jax.lax.scan(layer, (x, pool), weights)
         else:
-            for index, block in enumerate(self.layers):
-                x, pool = block(x, pool, index, batch, rope, place)
+            for block in self.layers:
+                x, pool = block(x, pool, batch, rope, place)
         x = rms_norm(x[:, batch.logit_index], self.final_norm[...], config.rms_norm_eps)
         head = self.embed if config.tie_word_embeddings else self.head
         return jnp.matmul(head[...], x, preferred_element_type=jnp.float32).T, pool
@@ -203,6 +207,10 @@ def load_decoder(
     if missing := sorted(set(shapes) - seen):
         raise ValueError(f"parameters are missing: {', '.join(missing[:5])} ({len(missing)} in all)")
     leaves |= {("layers", kind): jnp.asarray(stack) for kind, stack in stacks.items()}
+    if stacked:
+        leaves["layers", "number"] = jnp.arange(config.num_layers, dtype=jnp.int32)
+    else:
+        leaves |= {("layers", layer, "number"): jnp.int32(layer) for layer in range(config.num_layers)}
 
     def fill(path, _):
         return leaves[tuple(getattr(k, "key", getattr(k, "idx", None)) for k in path if not _is_value_key(k))]

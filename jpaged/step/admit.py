@@ -37,10 +37,11 @@ def admit(state: EngineState, budget: int) -> EngineState:
     running = jnp.sum(slots.occupied, dtype=jnp.int32)
     want = wanted(state)
     known = jnp.where(waiting[queue], requests.known[queue], 0)
-    tokens_before = jnp.sum(want) + jnp.cumsum(known) - known
+    tokens_before = jnp.sum(want, dtype=jnp.int32) + jnp.cumsum(known, dtype=jnp.int32) - known
 
     own = -(-known // page_size)
-    pages = jnp.sum(pages_needed(state, want)) + running + rank + jnp.cumsum(own)
+    spoken_for = jnp.sum(pages_needed(state, want), dtype=jnp.int32)
+    pages = spoken_for + running + rank + jnp.cumsum(own, dtype=jnp.int32)
 
     fits = waiting[queue] & (rank < num_slots - running) & (tokens_before < budget) & (pages <= state.free_pages)
     # Strictly in order: nobody overtakes one who does not fit yet.

@@ -48,8 +48,8 @@ def preempt(state: EngineState, budget: int) -> EngineState:
     order = by_age(state)
     occupied, held = slots.occupied[order], slots.num_pages[order]
     need = pages_needed(state, grant(state, budget))[order]
-    needed = jnp.cumsum(need)
-    others = jnp.sum(held) - jnp.cumsum(held)
+    needed = jnp.cumsum(need, dtype=jnp.int32)
+    others = jnp.sum(held, dtype=jnp.int32) - jnp.cumsum(held, dtype=jnp.int32)
     stays = occupied & (needed <= state.free_pages + others)
     victim = jnp.zeros_like(slots.occupied).at[order].set(occupied & ~stays)
     row = jnp.where(victim, slots.request, requests.num_rows)

@@ -32,7 +32,7 @@ def take(
     """
     slots, columns = page_table.shape
     free = jnp.nonzero(refcount == 0, size=most, fill_value=SCRATCH_PAGE)[0].astype(jnp.int32)
-    end = jnp.cumsum(need)
+    end = jnp.cumsum(need, dtype=jnp.int32)
     taken = jnp.arange(most, dtype=jnp.int32)
     used = taken < end[-1]
     # The i-th page goes to the slot whose share ends after i.

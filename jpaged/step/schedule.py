@@ -34,10 +34,10 @@ def grant(state: EngineState, budget: int) -> jax.Array:
     """Tokens `[S]` that each slot computes now; their sum is at most `budget`."""
     order = by_age(state)
     want = wanted(state)[order]
-    first = jnp.clip(budget - jnp.cumsum(want > 0) + 1, 0, 1) * (want > 0)
+    first = jnp.where(want > 0, jnp.clip(budget - jnp.cumsum(want > 0, dtype=jnp.int32) + 1, 0, 1), 0)
     rest = want - first
-    left = budget - jnp.sum(first)
-    more = jnp.clip(left - (jnp.cumsum(rest) - rest), 0, rest)
+    left = budget - jnp.sum(first, dtype=jnp.int32)
+    more = jnp.clip(left - (jnp.cumsum(rest, dtype=jnp.int32) - rest), 0, rest)
     more = jnp.where(first > 0, more, 0)
     return jnp.zeros_like(want).at[order].set(first + more)
 

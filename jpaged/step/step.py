@@ -63,7 +63,7 @@ def demand(state: EngineState) -> jax.Array:
     """Tokens `[] int32` that the next step computes if no budget limits it: what running requests want, and those
     who would be admitted from the queue."""
     unlimited = state.requests.tokens.size
-    return jnp.sum(grant(admit(state, unlimited), unlimited))
+    return jnp.sum(grant(admit(state, unlimited), unlimited), dtype=jnp.int32)
 
 
 def _sample_inputs(state: EngineState, batch: StepBatch, slot_of_row: jax.Array) -> SampleInputs:
@@ -103,7 +103,7 @@ def _finish(
     computed = slots.computed + tokens
     due = slots.occupied & (tokens > 0) & (computed == requests.known[row])
     sampled = due & healthy
-    known = requests.known[row] + sampled
+    known = requests.known[row] + sampled.astype(jnp.int32)
     stops = sampled & jnp.any(requests.stop_ids[row] == token[:, None], axis=1)
     full = sampled & (known >= requests.max_len[row])
     finish = jnp.where(stops, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.NOT))
@@ -117,7 +117,7 @@ def _finish(
         known=requests.known.at[new_row].set(known, mode="drop"),
         status=requests.status.at[end_row].set(Status.FINISHED, mode="drop"),
     )
-    total = jnp.sum(tokens).astype(jnp.uint32)
+    total = jnp.sum(tokens, dtype=jnp.uint32)
     counters = replace(
         state.counters,
         steps=state.counters.steps + 1,
@@ -137,6 +137,6 @@ def _finish(
         waiting=jnp.sum(requests.status == Status.WAITING, dtype=jnp.int32),
         # Counted from the tables, as every page that some table names.
         pages_in_use=jnp.sum(state.refcount > 0, dtype=jnp.int32) - 1,
-        tokens_stored=jnp.sum(computed),
+        tokens_stored=jnp.sum(computed, dtype=jnp.int32),
     )
     return replace(state, slots=slots, requests=requests, counters=counters, record=record)

@@ -166,9 +166,7 @@ def draw_pages(
     free = int((owners < 0).sum()) - 1
     handles.append(Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, label=f"free ({free})"))
     if (counts > 1).any():
-        handles.append(
-            Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, hatch=SHARED_HATCH, label="shared")
-        )
+        handles.append(Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, hatch=SHARED_HATCH, label="shared"))
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
     if title:
         axes.set_title(title, loc="left")

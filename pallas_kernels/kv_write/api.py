@@ -33,7 +33,7 @@ def kv_write(
     Raises:
         ValueError: for shapes or dtypes that do not belong together, naming them.
     """
-    kv_heads, page_size, head_dim = k_pages.shape[2:]
+    kv_heads, _, head_dim = k_pages.shape[2:]
     tokens = page.shape[0]
     if k.shape != (tokens, kv_heads, head_dim) or v.shape != k.shape or offset.shape != page.shape:
         raise ValueError(

@@ -15,8 +15,8 @@ def paged_attention_reference(
     kv_heads, page_size = k_pages.shape[2:4]
     dtype = jnp.promote_types(queries.dtype, jnp.float32)
 
-    token = jnp.arange(tokens)
-    row = jnp.searchsorted(query_start[1:], token, side="right")
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)
     padding = row >= rows
     row = jnp.minimum(row, rows - 1)
     position = kv_len[row] - query_start[row + 1] + token
@@ -26,7 +26,7 @@ def paged_attention_reference(
         pages = pages.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, max_pages * page_size, head_dim)
         return jnp.repeat(pages, heads // kv_heads, axis=1)
 
-    key_position = jnp.arange(max_pages * page_size)
+    key_position = jnp.arange(max_pages * page_size, dtype=jnp.int32)
     seen = key_position <= position[:, None]
     if sliding_window is not None:
         seen &= key_position > position[:, None] - sliding_window

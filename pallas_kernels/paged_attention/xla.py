@@ -19,6 +19,8 @@ for one, and a tile of one reads the keys again for every query.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -32,6 +34,8 @@ TILE = 16
 _MASKED = -1e30  # finite, so that a fully masked chunk does not make the running maximum inf - inf
 
 
+# Traced once for all layers of a model: the layer is an operand.
+@partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
 def paged_attention_xla(
     queries, k_pages, v_pages, layer, page_table, query_start, kv_len, *, scale, sliding_window=None, soft_cap=None
 ) -> jax.Array:
@@ -73,7 +77,7 @@ def _attend(
 
     # Cut rows into tiles. Tile i belongs to the row whose tiles end after i; comparing with all is one pass.
     tiles = -(-count // tile)
-    tile_end = jnp.cumsum(tiles)
+    tile_end = jnp.cumsum(tiles, dtype=jnp.int32)
     index = jnp.arange(num_tiles, dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(index[:, None] >= tile_end, axis=1, dtype=jnp.int32), rows - 1)
     offset = (index - (tile_end - tiles)[row]) * tile
@@ -85,7 +89,7 @@ def _attend(
         begin = jnp.maximum(first_position - sliding_window + 1, 0) // chunk
     num_chunks = jnp.where(length > 0, (first_position + length + chunk - 1) // chunk - begin, 0)
 
-    order = jnp.argsort(-num_chunks, stable=True)
+    order = jnp.argsort(-num_chunks, stable=True).astype(jnp.int32)
     row, first_query, first_position, begin, length, num_chunks = (
         a[order] for a in (row, first_query, first_position, begin, length, num_chunks)
     )
@@ -97,8 +101,8 @@ def _attend(
     tiled = tiled * jnp.asarray(scale, queries.dtype)
 
     # The order of the walk: after which iteration each column of chunks is done.
-    active = jnp.sum(num_chunks > jnp.arange(max_chunks)[:, None], axis=1, dtype=jnp.int32)
-    column_end = jnp.cumsum(-(-active // group))
+    active = jnp.sum(num_chunks > jnp.arange(max_chunks, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    column_end = jnp.cumsum(-(-active // group), dtype=jnp.int32)
     total = column_end[-1]
 
     def load(pages, where, token):  # -> [group * pages_per_chunk, kv_heads, part, head_dim]

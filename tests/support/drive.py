@@ -14,7 +14,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.pool import Decoder
 from jpaged.step import EngineState, Finish, Submission, abort, make_state, run, step, submit, violations
-from support.stubs import STUB_SHAPE
+from support.stubs import STUB_SHAPE, HistoryDecoder, ScriptDecoder
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,14 @@ class Got:
 
 @lru_cache(maxsize=64)
 def compiled(decoder: Decoder, budget: int, steps: int | None = None):
-    """`step`, or `run` of `steps`, under `jax.jit`, with the state donated: `f(params, state)`."""
+    """`step`, or `run` of `steps`, under `jax.jit`, with the state donated: `f(params, state)`. With a stub, where
+    nothing takes time but compiling, XLA's optimizations are left out."""
+    options = {"xla_backend_optimization_level": 0} if isinstance(decoder, (ScriptDecoder, HistoryDecoder)) else None
     if steps is None:
-        return jax.jit(lambda p, s: step(decoder, p, s, budget=budget), donate_argnums=1)
-    return jax.jit(lambda p, s: run(decoder, p, s, budget=budget, steps=steps), donate_argnums=1)
+        return jax.jit(lambda p, s: step(decoder, p, s, budget=budget), donate_argnums=1, compiler_options=options)
+    return jax.jit(
+        lambda p, s: run(decoder, p, s, budget=budget, steps=steps), donate_argnums=1, compiler_options=options
+    )
 
 
 jit_submit = jax.jit(submit, donate_argnums=0)

@@ -98,7 +98,7 @@ class HistoryDecoder:
         broken = jnp.any(inside & jnp.isnan(stored[..., 0]), axis=1)
         ids = jnp.where(inside & ~jnp.isnan(stored[..., 0]), stored[..., 0], 0).astype(jnp.int32)
         total = jnp.sum(jnp.where(inside, (ids + 1) * (expected % 7 + 1), 0), axis=1, dtype=jnp.int32)
-        following = jnp.where(wrong, 0, 1 + total % (self.vocab - 1))  # 0 is never right
+        following = jnp.where(wrong, 0, 1 + total % (self.vocab - 2))  # 0 is never right
         logits = prefer(following, self.vocab)
         return jnp.where(broken[:, None], jnp.nan, logits), pool
 
@@ -107,4 +107,4 @@ class HistoryDecoder:
         if self.nan_token in tokens:
             return None
         total = sum((token + 1) * (place % 7 + 1) for place, token in enumerate(tokens))
-        return 1 + total % (self.vocab - 1)
+        return 1 + total % (self.vocab - 2)

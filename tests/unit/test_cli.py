@@ -30,9 +30,7 @@ def invoke(*arguments):
 def pretended(job, *, wrong=(), failed=()):
     """What a child would have measured: each request's tokens are 0, 1, 2, ..."""
     workload = job.workload.make(VOCAB)
-    token_ids = {
-        r.request_id: tuple(range(r.max_tokens)) for r in workload.requests if r.request_id not in failed
-    }
+    token_ids = {r.request_id: tuple(range(r.max_tokens)) for r in workload.requests if r.request_id not in failed}
     token_ids.update({key: (*token_ids[key][:-1], -1) for key in wrong})
     seconds = dict.fromkeys(token_ids, 1.0)
     measured = Measurement(

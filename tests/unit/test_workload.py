@@ -123,9 +123,7 @@ def test_a_seed_fixes_the_synthetic_workload():
 
 
 def test_synthetic_lengths_are_log_uniform_and_within_their_bounds():
-    workload = synthetic_workload(
-        2000, seed=0, token_ids=(10, 19), prompt_tokens=(4, 64), output_tokens=(1, 16)
-    )
+    workload = synthetic_workload(2000, seed=0, token_ids=(10, 19), prompt_tokens=(4, 64), output_tokens=(1, 16))
     prompts = [len(r.prompt_token_ids) for r in workload.requests]
     outputs = [r.max_tokens for r in workload.requests]
     assert (min(prompts), max(prompts), min(outputs), max(outputs)) == (4, 64, 1, 16)

@@ -1,0 +1,1 @@
+"""What continuous batching is measured against."""

@@ -1,0 +1,54 @@
+"""From a request to the arrays of a batch: what every engine on the host does before anything is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jpaged.models.config import ModelConfig
+from jpaged.request import MAX_STOP_TOKENS, Request
+
+
+def stop_ids(request: Request, model: ModelConfig) -> list[int]:
+    """Ids that end `request`: the model's own unless it ignores them, and those it names."""
+    own = () if request.params.ignore_eos else model.eos_token_ids
+    return list(dict.fromkeys((*own, *request.params.stop_token_ids)))
+
+
+def check_request(request: Request, model: ModelConfig, *, max_model_len: int, page_size: int, num_pages: int) -> None:
+    """Raises ValueError, in words, if `request` can never run with these sizes."""
+    prompt, vocab = request.prompt_token_ids, model.vocab_size
+    if len(prompt) == 0:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    if len(prompt) > max_model_len:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and needs {-(-len(prompt) // page_size)} pages of {page_size}; "
+            f"max_model_len is {max_model_len} and the pool has {num_pages} pages"
+        )
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
+            raise ValueError(f"prompt token ids must be integers in [0, {vocab}), got {token!r}")
+    if outside := [token for token in request.params.stop_token_ids if token >= vocab]:
+        raise ValueError(f"stop_token_ids {outside} lie outside the vocabulary of {vocab}")
+    if (count := len(stop_ids(request, model))) > MAX_STOP_TOKENS:
+        raise ValueError(f"{count} stop tokens, the model's own included, are more than {MAX_STOP_TOKENS}")
+
+
+def fill_row(batch: Any, place: int, uid: int, request: Request, model: ModelConfig, *, max_model_len: int, seed: int):
+    """Writes `request` into row `place` of a `Submission` of numpy arrays. `seed` is used where it names none."""
+    params, prompt = request.params, request.prompt_token_ids
+    stops = stop_ids(request, model)
+    new_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+    batch.valid[place] = True
+    batch.uid[place] = uid
+    batch.tokens[place, : len(prompt)] = prompt
+    batch.prompt_len[place] = len(prompt)
+    batch.max_len[place] = min(max_model_len, len(prompt) + new_tokens)
+    batch.min_len[place] = min(max_model_len, len(prompt) + params.min_tokens)
+    batch.stop_ids[place, : len(stops)] = stops
+    batch.temperature[place] = params.temperature
+    batch.top_k[place] = max(params.top_k, 0)
+    batch.top_p[place] = params.top_p
+    batch.min_p[place] = params.min_p
+    batch.seed[place] = seed if params.seed is None else params.seed

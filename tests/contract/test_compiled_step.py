@@ -1,0 +1,184 @@
+"""What the compiled step may cost, read from the compiled program: memory in place, no host in the loop, one trace."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.drive import Ask, jit_submit, submission
+from support.hlo import report
+from support.stubs import STUB_SHAPE, HistoryDecoder
+from support.tiny import TINY, tiny_decoder
+
+from jpaged.config import EngineConfig
+from jpaged.step import abort, make_state, run, step, submit
+
+SHAPE = {"layers": TINY.num_layers, "kv_heads": TINY.num_kv_heads, "head_dim": TINY.head_dim}
+PAGES, ROWS = 8192, 8
+#: (budget, steps of a burst): decoding only, mixed, and a burst of mixed steps
+PROGRAMS = [(8, None), (64, None), (64, 4)]
+
+
+def compile_tiny(*, stacked: bool, budget: int, steps: int | None, pages: int):
+    decoder, params = tiny_decoder(TINY, stacked=stacked)
+    config = EngineConfig(
+        page_size=16, num_pages=pages, max_num_seqs=ROWS, max_num_batched_tokens=budget, max_model_len=512
+    )
+    state = jax.eval_shape(lambda: make_state(config, **SHAPE))
+
+    def function(params, state):
+        if steps is None:
+            return step(decoder, params, state, budget=budget)
+        return run(decoder, params, state, budget=budget, steps=steps)
+
+    compiled = jax.jit(function, donate_argnums=1).lower(params, state).compile()
+    pool = state.pool
+    return report(compiled, pool.k.shape), sum(a.size * a.dtype.itemsize for a in (pool.k, pool.v))
+
+
+@pytest.mark.parametrize(("budget", "steps"), PROGRAMS)
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
+def test_on_a_cpu_the_pool_is_updated_in_place(stacked, budget, steps, capsys):
+    """Catches: a pool that is copied (by a scatter after a gather, a scan that cannot alias, a layer sliced out), a
+    temporary that grows with the pool, a loop or a branch in the scheduler that would stop a GPU."""
+    counts, pool_bytes = compile_tiny(stacked=stacked, budget=budget, steps=steps, pages=PAGES)
+    doubled, doubled_bytes = compile_tiny(stacked=stacked, budget=budget, steps=steps, pages=2 * PAGES)
+    with capsys.disabled():
+        print(f"\ncpu {'stacked' if stacked else 'unrolled'} budget {budget} steps {steps}: {json.dumps(counts)}")
+    assert counts["aliased_bytes"] >= pool_bytes
+    assert counts["pool_copies"] == 0
+    assert counts["temporary_bytes"] < pool_bytes / 8
+    # What grows with the number of pages is their reference counts, not what they hold.
+    grown = doubled["temporary_bytes"] - counts["temporary_bytes"]
+    assert abs(grown) <= 64 * PAGES < (doubled_bytes - pool_bytes) / 100
+    assert counts["conditionals"] == 2  # the sampler's: random numbers, sorting the vocabulary
+    # Attention's walk over pages, for rows of one query and for rows of several: in each layer, and nowhere else.
+    walks = 1 if budget <= ROWS else 2
+    burst = [] if steps is None else [steps]
+    if stacked:
+        assert counts["unknown_loops"] == [[*burst, TINY.num_layers]] * walks
+    else:
+        assert counts["unknown_loops"] == [burst] * (walks * TINY.num_layers)
+
+
+def test_submit_and_abort_are_in_place_and_without_loops():
+    """Catches: a pool that is copied because the host only added a request."""
+    config = EngineConfig(page_size=16, num_pages=PAGES, max_num_seqs=ROWS, max_model_len=512)
+    state = jax.eval_shape(lambda: make_state(config, **SHAPE))
+    pool_bytes = 2 * state.pool.k.size * 4
+    batch = submission(config, [Ask(1, [1], 2)])
+    for function, argument in ((submit, batch), (abort, jnp.zeros(4, jnp.int32))):
+        compiled = jax.jit(function, donate_argnums=0).lower(state, argument).compile()
+        counts = report(compiled, state.pool.k.shape)
+        assert counts["aliased_bytes"] >= pool_bytes
+        assert counts["temporary_bytes"] < pool_bytes / 100
+        assert counts["conditionals"] == 0 and counts["unknown_loops"] == []
+
+
+def test_the_step_is_traced_once_whatever_the_mix():
+    """JX-01: 300 mixes of requests (lengths, sampling parameters, aborts, none at all) within a limit that is no power
+    of two are one program. Catches: an optional field, a Python int or a weak type that changes between calls."""
+    decoder = HistoryDecoder()
+    config = EngineConfig(
+        page_size=16, num_pages=64, max_num_seqs=4, max_queue=4, max_num_batched_tokens=317, max_model_len=330
+    )
+    one = jax.jit(lambda s: step(decoder, None, s, budget=317), donate_argnums=0)
+    several = jax.jit(lambda s: run(decoder, None, s, budget=317, steps=2), donate_argnums=0)
+    give_up = jax.jit(abort, donate_argnums=0)
+    rng = np.random.default_rng(0)
+    state = make_state(config, **STUB_SHAPE)
+    for mix in range(300):
+        if int(np.sum(np.asarray(state.requests.status) == 0)) >= 2 and mix % 3:
+            length = int(rng.integers(1, 318))
+            ask = Ask(
+                mix + 1, rng.integers(0, 31, length).tolist(), max_len=int(rng.integers(length + 1, length + 8)),
+                temperature=float(rng.choice([0, 0.7])), top_k=int(rng.integers(0, 3)),
+                stop_ids=rng.integers(0, 31, rng.integers(0, 3)).tolist(),
+            )  # fmt: skip
+            state = jit_submit(state, submission(config, [ask], 2))
+        if mix % 7 == 0:
+            state = give_up(state, np.array([rng.integers(1, mix + 2)], np.int32))
+        state = several(state)[0] if mix % 5 == 0 else one(state)
+    assert decoder.traces.count == 2  # `step`, and the body of `run`
+    assert one._cache_size() == several._cache_size() == give_up._cache_size() == 1
+
+
+def test_shapes_and_dtypes_of_the_state_never_change():
+    """Catches: a counter that becomes int64 under x64, a weakly typed field: the next call would be another program."""
+    config = EngineConfig(page_size=4, num_pages=40, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=40)
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            decoder, params = tiny_decoder()
+            before = jax.eval_shape(lambda: make_state(config, **SHAPE))
+            after = {
+                "submit": jax.eval_shape(submit, before, submission(config, [Ask(1, [1], 5)])),
+                "abort": jax.eval_shape(abort, before, jnp.zeros(2, jnp.int32)),
+                "step": jax.eval_shape(lambda p, s, d=decoder: step(d, p, s, budget=24), params, before),
+                "run": jax.eval_shape(lambda p, s, d=decoder: run(d, p, s, budget=3, steps=2)[0], params, before),
+            }
+            for name, state in after.items():
+                same = jax.tree.map(
+                    lambda a, b: (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type), before, state
+                )
+                wrong = [jax.tree_util.keystr(p) for p, ok in jax.tree_util.tree_leaves_with_path(same) if not ok]
+                assert wrong == [], f"{name}, x64={x64}"
+
+
+# The same for a GPU
+
+
+@pytest.fixture(scope="session")
+def cuda_plugin(request) -> Path | None:
+    """A folder with XLA's CUDA plugin of this JAX version, kept in pytest's cache. It stands apart from the tests'
+    environment, where JAX would find it and complain that there is no GPU. None: it is installed anyway."""
+    if importlib.util.find_spec("jax_cuda12_plugin"):
+        return None
+    version = importlib.metadata.version("jax")
+    place = request.config.cache.mkdir("cuda-plugin") / version
+    if not place.exists():
+        wheels = [f"jax-cuda12-plugin=={version}", f"jax-cuda12-pjrt=={version}"]
+        wheels += ["nvidia-cuda-nvcc-cu12", "nvidia-cuda-runtime-cu12"]
+        unfinished = place.with_suffix(f".{os.getpid()}")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(unfinished), *wheels]
+        subprocess.run(pip, check=True)
+        unfinished.rename(place)
+    return place
+
+
+def test_on_an_h200_with_llama_8b_shapes_nothing_grows_with_the_pool(cuda_plugin, capsys):
+    """The same for the GPU, from a program compiled without one. Catches what a CPU does not show: a pool copied into
+    a GPU kernel's layout, a branch or loop that became a round trip to the host, a sort's scratch memory."""
+    script = Path(__file__).parents[1] / "gpu" / "aot_step.py"
+    path = os.pathsep.join([*([str(cuda_plugin)] if cuda_plugin else []), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, str(script)], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    programs = json.loads(result.stdout.splitlines()[-1])
+    with capsys.disabled():
+        for counts in programs:
+            print(f"\nh200 {json.dumps(counts)}")
+    for counts in programs:
+        assert counts["aliased_bytes"] >= counts["pool_bytes"]
+        assert counts["pool_copies"] == 0
+        # One layer's weights (a scan may copy its slice), some arrays of rows x vocabulary for the sampler, and per
+        # token of the budget what attention and the MLP hold.
+        bound = counts["layer_bytes"] + 6 * counts["logits_bytes"] + counts["budget"] * 512 * 1024
+        assert counts["temporary_bytes"] < bound < counts["pool_bytes"] / 50
+        assert counts["conditionals"] == 2
+        burst = [] if counts["steps"] is None else [counts["steps"]]
+        walks = 1 if counts["budget"] <= 64 else 2
+        assert counts["known_loops"] == sorted([*burst, counts["layers"]])
+        assert counts["unknown_loops"] == [[*burst, counts["layers"]]] * walks
+    full, half, _ = programs
+    grown = abs(full["temporary_bytes"] - half["temporary_bytes"])
+    assert grown <= 1024 * (full["pages"] - half["pages"]) < (full["pool_bytes"] - half["pool_bytes"]) / 1000

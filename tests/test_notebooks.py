@@ -1,0 +1,47 @@
+"""The notebooks: stored without outputs, and they run from top to bottom on the real small model."""
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """JAX keeps what it has compiled here, so that what two notebooks share is compiled once."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+def test_they_are_there():
+    names = {path.stem for path in NOTEBOOKS}
+    assert names >= {"01_quickstart", "02_pages_by_hand", "04_static_vs_continuous"}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, compiled, tmp_path, monkeypatch):
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert outputs
+    assert [output for output in outputs if output.output_type == "error"] == []
+    noise = [output.text for output in outputs if output.get("name") == "stderr" and "Warning" in output.text]
+    assert noise == []
