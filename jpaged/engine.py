@@ -41,6 +41,21 @@ FINISH_REASONS = {
     Finish.ERROR: FinishReason.ERROR,
 }
 
+# Jitted once, here, so that a second engine of the same sizes finds the programs of the first.
+_run = jax.jit(run, static_argnums=0, static_argnames=("budget", "steps"), donate_argnums=2)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _submit(state: EngineState, batch: Submission) -> tuple[EngineState, jax.Array]:
+    state = submit(state, batch)
+    return state, demand(state)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _abort(state: EngineState, uids: jax.Array) -> tuple[EngineState, jax.Array]:
+    state = evict(abort(state, uids))
+    return state, demand(state)
+
 
 @dataclass(frozen=True)
 class TokenEvent:
@@ -114,7 +129,7 @@ class Engine:
         self._params = params
         self._seeds = np.random.default_rng(config.seed)
         self._programs: dict[int, Any] = {}
-        self._helpers: dict[str, Any] = {}
+        self._helpers: dict[Any, Any] = {}
         self.compile_seconds = 0.0
         self.config = self._resolve(config)
         self._reset()
@@ -183,8 +198,7 @@ class Engine:
 
     def _lower(self, config: EngineConfig, budget: int) -> Any:
         state = jax.eval_shape(partial(self._make_state, config))
-        burst = partial(run, self._decoder, budget=budget, steps=self._steps(config, budget))
-        return jax.jit(burst, donate_argnums=1).lower(self._params, state)
+        return _run.lower(self._decoder, self._params, state, budget=budget, steps=self._steps(config, budget))
 
     @staticmethod
     def _steps(config: EngineConfig, budget: int) -> int:
@@ -198,13 +212,13 @@ class Engine:
             self.compile_seconds += time.perf_counter() - start
         return self._programs[budget]
 
-    def _helper(self, name: str, function: Any, *arguments: Any) -> Any:
+    def _helper(self, function: Any, argument: Any) -> Any:
         """Runs a small program on the state, compiled the first time."""
-        if name not in self._helpers:
+        if function not in self._helpers:
             start = time.perf_counter()
-            self._helpers[name] = jax.jit(function, donate_argnums=0).lower(self._state, *arguments).compile()
+            self._helpers[function] = function.lower(self._state, argument).compile()
             self.compile_seconds += time.perf_counter() - start
-        return self._helpers[name](self._state, *arguments)
+        return self._helpers[function](self._state, argument)
 
     def warmup(self) -> None:
         """Compiles every program there is, so that none is compiled while requests wait."""
@@ -257,11 +271,7 @@ class Engine:
             self._put(batch)
 
     def _put(self, batch: Submission) -> None:
-        def put(state: EngineState, batch: Submission) -> tuple[EngineState, jax.Array]:
-            state = submit(state, batch)
-            return state, demand(state)
-
-        self._state, self._demand = self._helper("submit", put, batch)
+        self._state, self._demand = self._helper(_submit, batch)
 
     # -- bursts
 
@@ -363,13 +373,9 @@ class Engine:
             self._drop(on_device)
 
     def _drop(self, uids: Sequence[int]) -> None:
-        def drop(state: EngineState, uids: jax.Array) -> tuple[EngineState, jax.Array]:
-            state = evict(abort(state, uids))
-            return state, demand(state)
-
         named = np.full(self.config.max_num_seqs + self.config.max_queue, -1, np.int32)  # -1 names nobody
         named[: len(uids)] = uids
-        self._state, self._demand = self._helper("abort", drop, named)
+        self._state, self._demand = self._helper(_abort, named)
 
     def abort_all(self) -> None:
         """Gives everything up. Also what makes an engine whose burst failed usable again."""

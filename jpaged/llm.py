@@ -82,7 +82,10 @@ class LLM:
         )
         self.model = str(model)
         self.tokenizer = tokenizer or Tokenizer.load(checkpoint.tokenizer_source, chat_template=chat_template)
-        self._engine: Engine | None = Engine(decoder, params, checkpoint.config, config)
+        # As in vLLM, the tokenizer's end-of-sequence token counts beside those of the configuration.
+        ends = dict.fromkeys((*checkpoint.config.eos_token_ids, *self.tokenizer.eos_token_ids))
+        shapes = replace(checkpoint.config, eos_token_ids=tuple(ends))
+        self._engine: Engine | None = Engine(decoder, params, shapes, config)
         self._ids = itertools.count()
         # One caller at a time: a second thread waits for the first one's call.
         self._lock = threading.Lock()

@@ -67,7 +67,7 @@ class StepBatch:
     query_start: jax.Array  # [rows + 1] int32, offsets into the packed tokens
     kv_len: jax.Array  # [rows] int32, tokens of the request after this pass; 0 for a padding row
     page_table: jax.Array  # [rows, max_pages] int32, pages in order; SCRATCH_PAGE where unused
-    logit_index: jax.Array  # [rows] int32, the packed token whose logits are wanted: the row's last
+    logit_index: jax.Array  # [rows] int32, the packed token whose logits are wanted: in the step, the row's last
 
     @property
     def num_tokens(self) -> int:

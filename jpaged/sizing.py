@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
-
-from jpaged.models.config import ModelConfig
+from typing import Any, Protocol
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -27,6 +25,19 @@ CPU_POOL_SHARE = Fraction(1, 4)
 DEVICE_RESERVE_BYTES = 256 << 20
 #: the share of a GPU's memory that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 JAX_DEFAULT_SHARE = Fraction(3, 4)
+
+
+class ModelShape(Protocol):
+    """What sizing reads of a model; `jpaged.models.config.ModelConfig` has it."""
+
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -43,14 +54,14 @@ def kv_bytes_per_token(*, layers: int, kv_heads: int, head_dim: int, dtype: str)
     return 2 * layers * kv_heads * head_dim * dtype_bytes(dtype)
 
 
-def bytes_per_token(model: ModelConfig, dtype: str) -> int:
+def bytes_per_token(model: ModelShape, dtype: str) -> int:
     """Bytes of the keys and values of one token of `model`, in all layers."""
     return kv_bytes_per_token(
         layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype
     )
 
 
-def weight_bytes(model: ModelConfig, dtype: str) -> int:
+def weight_bytes(model: ModelShape, dtype: str) -> int:
     """Bytes of the weights of `model`, all of them stored as `dtype`."""
     return model.num_parameters * dtype_bytes(dtype)
 
@@ -162,7 +173,7 @@ class Sizing:
 
 
 def size_model(
-    model: ModelConfig,
+    model: ModelShape,
     *,
     memory_bytes: int,
     utilization: float,

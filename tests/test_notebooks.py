@@ -43,5 +43,8 @@ def test_a_notebook_runs(path, compiled, tmp_path, monkeypatch):
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert outputs
     assert [output for output in outputs if output.output_type == "error"] == []
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    draws = any("draw_pages(" in cell.source or "plot_occupancy(" in cell.source for cell in notebook.cells)
+    assert bool(pictures) == draws
     noise = [output.text for output in outputs if output.get("name") == "stderr" and "Warning" in output.text]
     assert noise == []

@@ -73,7 +73,7 @@ def _advance(decoder: Decoder, params: Any, state: StaticState, batch: StepBatch
     )  # fmt: skip
     token, logprob, healthy = sample(logits, inputs)
     sampled = due & healthy
-    known = known + sampled
+    known = known + sampled.astype(jnp.int32)
     stops = sampled & jnp.any(rows.stop_ids == token[:, None], axis=1)
     full = sampled & (known >= rows.max_len)
     ended = jnp.where(stops, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.NOT))

@@ -6,6 +6,7 @@ lines differ in their dashes too, and pages carry the number of their slot.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +23,15 @@ SHARED_HATCH = "///"
 LINE_STYLES = ("-", "--", "-.", ":")
 #: more pages than this are drawn without the number of their slot
 NUMBERED_PAGES = 256
+
+
+class Picture(Figure):
+    """A Figure that a notebook shows where it is the value of a cell, also when pyplot was never imported."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
 
 
 class StepLike(Protocol):
@@ -52,7 +62,7 @@ def plot_occupancy(
     """
     if not histories:
         raise ValueError("there is no history to plot")
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure = Picture(figsize=(11, 6), layout="constrained")
     memory, requests = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for i, (name, history) in enumerate(histories.items()):
         if not history:
@@ -138,7 +148,7 @@ def draw_pages(
     total = counts.size
     owners = page_owners(page_table, total - 1, scratch=scratch)
     lines = -(-total // columns)
-    figure = Figure(figsize=(0.45 * columns + 2.2, 0.45 * lines + 0.9), layout="constrained")
+    figure = Picture(figsize=(0.45 * columns + 2.2, 0.45 * lines + 0.9), layout="constrained")
     axes = figure.subplots()
     for page in range(total):
         line, column = divmod(page, columns)

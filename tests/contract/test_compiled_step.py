@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.drive import Ask, jit_submit, submission
+from support.drive import Ask, compiled, jit_submit, submission
 from support.hlo import report
 from support.stubs import STUB_SHAPE, HistoryDecoder
 from support.tiny import TINY, tiny_decoder
@@ -24,8 +24,8 @@ from jpaged.step import abort, make_state, run, step, submit
 
 SHAPE = {"layers": TINY.num_layers, "kv_heads": TINY.num_kv_heads, "head_dim": TINY.head_dim}
 PAGES, ROWS = 8192, 8
-#: (budget, steps of a burst): decoding only, mixed, and a burst of mixed steps
-PROGRAMS = [(8, None), (64, None), (64, 4)]
+#: (budget, steps of a burst): decoding only, and a burst of mixed steps
+PROGRAMS = [(8, None), (64, 4)]
 
 
 def compile_tiny(*, stacked: bool, budget: int, steps: int | None, pages: int):
@@ -40,9 +40,9 @@ def compile_tiny(*, stacked: bool, budget: int, steps: int | None, pages: int):
             return step(decoder, params, state, budget=budget)
         return run(decoder, params, state, budget=budget, steps=steps)
 
-    compiled = jax.jit(function, donate_argnums=1).lower(params, state).compile()
+    program = jax.jit(function, donate_argnums=1).lower(params, state).compile()
     pool = state.pool
-    return report(compiled, pool.k.shape), sum(a.size * a.dtype.itemsize for a in (pool.k, pool.v))
+    return report(program, pool.k.shape), sum(a.size * a.dtype.itemsize for a in (pool.k, pool.v))
 
 
 @pytest.mark.parametrize(("budget", "steps"), PROGRAMS)
@@ -51,15 +51,11 @@ def test_on_a_cpu_the_pool_is_updated_in_place(stacked, budget, steps, capsys):
     """Catches: a pool that is copied (by a scatter after a gather, a scan that cannot alias, a layer sliced out), a
     temporary that grows with the pool, a loop or a branch in the scheduler that would stop a GPU."""
     counts, pool_bytes = compile_tiny(stacked=stacked, budget=budget, steps=steps, pages=PAGES)
-    doubled, doubled_bytes = compile_tiny(stacked=stacked, budget=budget, steps=steps, pages=2 * PAGES)
     with capsys.disabled():
         print(f"\ncpu {'stacked' if stacked else 'unrolled'} budget {budget} steps {steps}: {json.dumps(counts)}")
     assert counts["aliased_bytes"] >= pool_bytes
     assert counts["pool_copies"] == 0
-    assert counts["temporary_bytes"] < pool_bytes / 8
-    # What grows with the number of pages is their reference counts, not what they hold.
-    grown = doubled["temporary_bytes"] - counts["temporary_bytes"]
-    assert abs(grown) <= 64 * PAGES < (doubled_bytes - pool_bytes) / 100
+    assert counts["temporary_bytes"] < 128 * 1024 + budget * 16 * 1024 < pool_bytes / 32
     assert counts["conditionals"] == 2  # the sampler's: random numbers, sorting the vocabulary
     # Attention's walk over pages, for rows of one query and for rows of several: in each layer, and nowhere else.
     walks = 1 if budget <= ROWS else 2
@@ -70,6 +66,16 @@ def test_on_a_cpu_the_pool_is_updated_in_place(stacked, budget, steps, capsys):
         assert counts["unknown_loops"] == [burst] * (walks * TINY.num_layers)
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
+def test_temporary_bytes_are_the_same_for_a_pool_of_twice_the_size(stacked):
+    """Catches: a temporary that is small here because the pool is, such as one layer of it."""
+    small, small_bytes = compile_tiny(stacked=stacked, budget=16, steps=None, pages=PAGES // 2)
+    large, large_bytes = compile_tiny(stacked=stacked, budget=16, steps=None, pages=PAGES)
+    # What grows with the number of pages is their reference counts, not what they hold.
+    grown = abs(large["temporary_bytes"] - small["temporary_bytes"])
+    assert grown <= 32 * PAGES < (large_bytes - small_bytes) / 100
+
+
 def test_submit_and_abort_are_in_place_and_without_loops():
     """Catches: a pool that is copied because the host only added a request."""
     config = EngineConfig(page_size=16, num_pages=PAGES, max_num_seqs=ROWS, max_model_len=512)
@@ -77,8 +83,8 @@ def test_submit_and_abort_are_in_place_and_without_loops():
     pool_bytes = 2 * state.pool.k.size * 4
     batch = submission(config, [Ask(1, [1], 2)])
     for function, argument in ((submit, batch), (abort, jnp.zeros(4, jnp.int32))):
-        compiled = jax.jit(function, donate_argnums=0).lower(state, argument).compile()
-        counts = report(compiled, state.pool.k.shape)
+        program = jax.jit(function, donate_argnums=0).lower(state, argument).compile()
+        counts = report(program, state.pool.k.shape)
         assert counts["aliased_bytes"] >= pool_bytes
         assert counts["temporary_bytes"] < pool_bytes / 100
         assert counts["conditionals"] == 0 and counts["unknown_loops"] == []
@@ -91,8 +97,7 @@ def test_the_step_is_traced_once_whatever_the_mix():
     config = EngineConfig(
         page_size=16, num_pages=64, max_num_seqs=4, max_queue=4, max_num_batched_tokens=317, max_model_len=330
     )
-    one = jax.jit(lambda s: step(decoder, None, s, budget=317), donate_argnums=0)
-    several = jax.jit(lambda s: run(decoder, None, s, budget=317, steps=2), donate_argnums=0)
+    one, several = compiled(decoder, 317), compiled(decoder, 317, 2)
     give_up = jax.jit(abort, donate_argnums=0)
     rng = np.random.default_rng(0)
     state = make_state(config, **STUB_SHAPE)
@@ -107,7 +112,7 @@ def test_the_step_is_traced_once_whatever_the_mix():
             state = jit_submit(state, submission(config, [ask], 2))
         if mix % 7 == 0:
             state = give_up(state, np.array([rng.integers(1, mix + 2)], np.int32))
-        state = several(state)[0] if mix % 5 == 0 else one(state)
+        state = several(None, state)[0] if mix % 5 == 0 else one(None, state)
     assert decoder.traces.count == 2  # `step`, and the body of `run`
     assert one._cache_size() == several._cache_size() == give_up._cache_size() == 1
 
@@ -173,7 +178,7 @@ def test_on_an_h200_with_llama_8b_shapes_nothing_grows_with_the_pool(cuda_plugin
         # One layer's weights (a scan may copy its slice), some arrays of rows x vocabulary for the sampler, and per
         # token of the budget what attention and the MLP hold.
         bound = counts["layer_bytes"] + 6 * counts["logits_bytes"] + counts["budget"] * 512 * 1024
-        assert counts["temporary_bytes"] < bound < counts["pool_bytes"] / 50
+        assert counts["temporary_bytes"] < bound < counts["pool_bytes"] / 30
         assert counts["conditionals"] == 2
         burst = [] if counts["steps"] is None else [counts["steps"]]
         walks = 1 if counts["budget"] <= 64 else 2

@@ -93,7 +93,8 @@ class HistoryDecoder:
 
         stored = k[0, batch.page_table, 0].reshape(rows, -1, 2)  # [rows, max_pages * page_size, 2]
         expected = jnp.arange(stored.shape[1], dtype=jnp.int32)
-        inside = expected < batch.kv_len[:, None]
+        # Causal, as a model is: a row of padded prompts has tokens after the one whose logits are wanted.
+        inside = (expected < batch.kv_len[:, None]) & (expected <= batch.positions[batch.logit_index][:, None])
         wrong = jnp.any(inside & (stored[..., 1] != expected.astype(jnp.float32)), axis=1)
         broken = jnp.any(inside & jnp.isnan(stored[..., 0]), axis=1)
         ids = jnp.where(inside & ~jnp.isnan(stored[..., 0]), stored[..., 0], 0).astype(jnp.int32)

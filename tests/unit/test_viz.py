@@ -49,6 +49,7 @@ def test_the_grid_shows_each_page_once_with_its_owner(tmp_path):
     assert legend == ["x: scratch", "0: ada (2)", "1: bob (2)", "free (4)", "shared"]
     figure.savefig(tmp_path / "pages.png")
     assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook asks for
 
 
 def test_bad_shapes_of_the_grid_are_named():

@@ -1,0 +1,89 @@
+"""Shapes of ragged paged attention that tests and benchmarks run, one list for both.
+
+A row is `(queries, tokens)`: that many queries, the last of that many tokens. Tests are small enough for a CPU; the
+benchmark cases at the end have a serving batch's lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `paged_attention`."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]  # (queries, tokens) of each row
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 16
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    padding: int = 0  # tokens at the end that belong to no row
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(queries for queries, _ in self.rows) + self.padding
+
+    @property
+    def max_pages(self) -> int:
+        """Columns of the page table: what the longest row needs, and one that nobody uses."""
+        return max(-(-tokens // self.page_size) for _, tokens in self.rows) + 1
+
+    @property
+    def pages_used(self) -> int:
+        return sum(-(-tokens // self.page_size) for _, tokens in self.rows)
+
+
+def _lengths(page: int) -> tuple[int, ...]:
+    """Around the edges of one page and of two."""
+    return tuple(sorted({1, page - 1, page, page + 1, 2 * page, 2 * page + 1} - {0}))
+
+
+def _decode(page: int) -> tuple[tuple[int, int], ...]:
+    return ((0, 0), *((1, n) for n in _lengths(page)))
+
+
+def _mixed(page: int) -> tuple[tuple[int, int], ...]:
+    """Decoding, whole prompts and later chunks, an idle row between them."""
+    return ((1, page), (page + 1, page + 1), (0, 0), (3, 2 * page + 1), (1, 1), (17, 3 * page + 17))
+
+
+_BLOCKS = (
+    [Case(f"decode-page{page}", _decode(page), page_size=page) for page in (1, 4, 16, 64, 128)]
+    + [Case(f"mixed-page{page}", _mixed(page), page_size=page, padding=5) for page in (1, 4, 16, 64, 128)]
+    + [Case(f"ratio{ratio}", _mixed(16), heads=2 * ratio) for ratio in (1, 3, 4, 6, 7, 8)]
+    + [Case(f"mqa{ratio}", _mixed(4), heads=ratio, kv_heads=1, page_size=4) for ratio in (1, 7)]
+    + [Case(f"head_dim{size}", _mixed(16), head_dim=size) for size in (64, 80, 128)]
+    + [
+        Case(f"window{window}-page{page}", _mixed(page), page_size=page, sliding_window=window)
+        for page, window in ((1, 1), (4, 5), (16, 16), (16, 33), (128, 100))
+    ]
+    + [
+        Case("soft_cap", _mixed(16), soft_cap=2.0),
+        Case("soft_cap-window", _mixed(16), soft_cap=5.0, sliding_window=20),
+        Case("one-query", ((1, 1),)),
+        Case("one-prompt", ((40, 40),)),
+        Case("long-decode", ((1, 700), (1, 3))),
+        Case("long-chunk", ((33, 300), (1, 290))),
+        Case("idle", ((0, 0), (0, 0)), padding=8),
+        Case("more-rows-than-tokens", (*((0, 0),) * 9, (1, 20), *((0, 0),) * 9, (2, 5)), padding=1),
+        Case("many-rows", tuple((1, 1 + 7 * i % 90) for i in range(40)), page_size=4),
+        Case("many-short-prompts", tuple((1 + i % 5, 1 + i % 5 + i) for i in range(24)), page_size=4),
+    ]
+)  # fmt: skip
+
+CASES = {case.name: case for case in _BLOCKS}
+
+#: A serving batch of Llama 3.1 8B: decoding, decoding with long contexts, and with a prefill chunk beside it.
+BENCHMARKS = {
+    case.name: case
+    for case in (
+        Case("serve-decode", ((1, 1000),) * 64, heads=32, kv_heads=8, head_dim=128),
+        Case("serve-decode-ragged", tuple((1, 64 * (1 + i)) for i in range(64)), heads=32, kv_heads=8, head_dim=128),
+        Case("serve-mixed", (*((1, 1000),) * 63, (193, 4096)), heads=32, kv_heads=8, head_dim=128),
+        Case("serve-prefill", ((256, 256),) * 4, heads=32, kv_heads=8, head_dim=128),
+    )
+}

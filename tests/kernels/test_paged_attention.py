@@ -1,0 +1,230 @@
+"""Ragged paged attention: every implementation against the specification, and the specification against numpy."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
+from pallas_kernels.paged_attention.cases import CASES, Case
+
+LAYERS, LAYER = 2, 1
+NAMES = [i.name for i in IMPLEMENTATIONS if not i.platforms or "cpu" in i.platforms]
+POISON = (np.nan, np.inf, -np.inf)
+
+
+def inputs(case: Case, seed: int = 0, dtype=np.float32):
+    """Arguments of `paged_attention`: pages in a mixed order, and poison wherever no token of a row lies: in the
+    ends of last pages, in pages that are free, in the other layer, in the scratch page."""
+    rng = np.random.default_rng(seed)
+    total = case.pages_used + 3
+    shape = (LAYERS, total, case.kv_heads, case.page_size, case.head_dim)
+    k, v = (rng.choice(POISON, shape).astype(np.float32) for _ in range(2))
+    order = (1 + rng.permutation(total - 1)).tolist()
+    table = np.zeros((len(case.rows), case.max_pages), np.int32)
+    for row, (_, tokens) in enumerate(case.rows):
+        for column in range(-(-tokens // case.page_size)):
+            page = table[row, column] = order.pop()
+            filled = min(case.page_size, tokens - column * case.page_size)
+            for pool in (k, v):
+                pool[LAYER, page, :, :filled] = rng.normal(size=(case.kv_heads, filled, case.head_dim))
+    queries = rng.normal(size=(case.num_tokens, case.heads, case.head_dim))
+    start = np.cumsum([0, *(queries for queries, _ in case.rows)]).astype(np.int32)
+    lengths = np.array([tokens for _, tokens in case.rows], np.int32)
+    floats = (jnp.asarray(a, dtype) for a in (queries, k, v))
+    return (*floats, LAYER, jnp.asarray(table), jnp.asarray(start), jnp.asarray(lengths))
+
+
+def options(case: Case) -> dict:
+    return {
+        "scale": 1 / math.sqrt(case.head_dim), "sliding_window": case.sliding_window, "soft_cap": case.soft_cap
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=None)
+def attention(implementation: str, **static):
+    return jax.jit(lambda *a: paged_attention(*a, implementation=implementation, **static))
+
+
+def in_numpy(case: Case, queries, k, v, layer, table, start, lengths) -> np.ndarray:
+    """Row by row and query by query, in float64, without masks: only what is visible is read."""
+    queries, k, v = (np.asarray(a, np.float64) for a in (queries, k, v))
+    out = np.zeros_like(queries)
+    for row, (count, tokens) in enumerate(case.rows):
+        pages = np.asarray(table)[row, : -(-tokens // case.page_size)]
+        keys, values = (
+            a[layer, pages].transpose(1, 0, 2, 3).reshape(case.kv_heads, -1, case.head_dim) for a in (k, v)
+        )
+        for index in range(count):
+            position = tokens - count + index
+            first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
+            for head in range(case.heads):
+                kv_head = head // (case.heads // case.kv_heads)
+                query = queries[start[row] + index, head]
+                scores = keys[kv_head, first : position + 1] @ query / math.sqrt(case.head_dim)
+                if case.soft_cap is not None:
+                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+                weights = np.exp(scores - scores.max())
+                values_seen = values[kv_head, first : position + 1]
+                out[start[row] + index, head] = weights @ values_seen / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case(name, implementation):
+    """Catches: an edge of a page, a tile or a chunk off by one; a head that reads another group's keys; a masked NaN
+    that still spreads; padding that is not zero."""
+    case = CASES[name]
+    arguments = inputs(case)
+    result = np.asarray(attention(implementation, **options(case))(*arguments))
+    np.testing.assert_allclose(result, in_numpy(case, *arguments), atol=1e-5, rtol=1e-5)
+    used = case.num_tokens - case.padding
+    assert (result[used:] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_keeps_its_dtype_and_sums_in_float32(implementation, dtype):
+    """Catches: a softmax or a sum over 700 keys in half precision."""
+    case = CASES["long-decode"]
+    arguments = inputs(case, dtype=dtype)
+    result = attention(implementation, **options(case))(*arguments)
+    assert result.dtype == dtype
+    error = np.abs(np.asarray(result, np.float64) - in_numpy(case, *arguments))
+    assert error.max() < (0.01 if dtype == jnp.bfloat16 else 0.002)
+
+
+ROWS, BUDGET, PAGE, PAGES = 5, 24, 4, 12
+
+
+@st.composite
+def ragged(draw) -> Case:
+    """Rows of a fixed number within a token budget, so that one program runs them all."""
+    left, rows = BUDGET, []
+    for _ in range(ROWS):
+        queries = draw(st.sampled_from([0, 1, 1, 2, 5, 16, 17, BUDGET]))
+        queries = min(queries, left)
+        left -= queries
+        longest = PAGE * (PAGES - 1)
+        rows.append((queries, draw(st.integers(queries, longest)) if queries else 0))
+    return Case("drawn", tuple(rows), page_size=PAGE, padding=left)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@settings(max_examples=60)
+@given(case=ragged(), seed=st.integers(0, 9))
+@example(case=Case("full", ((BUDGET, 40), *((0, 0),) * 4), page_size=PAGE), seed=0)
+@example(case=Case("idle", ((0, 0),) * ROWS, page_size=PAGE, padding=BUDGET), seed=0)
+def test_any_ragged_batch_equals_the_specification(window, case, seed):
+    """Catches: a mix of lengths for which tiles, groups or columns are counted wrongly."""
+    queries, k, v, layer, table, start, lengths = inputs(case, seed)
+    table = jnp.pad(table, ((0, 0), (0, PAGES - table.shape[1])))
+    k, v = (jnp.pad(a, ((0, 0), (0, ROWS * PAGES + 3 - a.shape[1]), *((0, 0),) * 3)) for a in (k, v))
+    static = {"scale": 0.25, "sliding_window": window, "soft_cap": None}
+    results = [
+        np.asarray(attention(name, **static)(queries, k, v, layer, table, start, lengths))
+        for name in ("reference", *(n for n in NAMES if n != "reference"))
+    ]
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    """NU-02, at the root: the same row, alone in its place or beside others, in each place, to the last bit. In
+    float32 on a CPU nothing excuses a difference."""
+    page, row = 4, (1, 37)
+    alone = Case("alone", (row, (0, 0), (0, 0), (0, 0)), page_size=page, padding=20)
+    expected = None
+    for place in range(4):
+        for others in (((0, 0),) * 3, ((1, 90), (1, 5), (1, 61)), ((9, 50), (1, 2), (6, 6))):
+            rows = (*others[:place], row, *others[place:])
+            case = Case("beside", rows, page_size=page, padding=21 - sum(q for q, _ in rows))
+            queries, k, v, layer, table, start, lengths = (np.asarray(a).copy() for a in inputs(case, seed=place))
+            rng = np.random.default_rng(7)  # the row itself is always the same
+            queries[start[place]] = rng.normal(size=queries.shape[1:])
+            for pool in (k, v):
+                content = rng.normal(size=(row[1], *pool.shape[2:3], pool.shape[4])).astype(np.float32)
+                for token in range(row[1]):
+                    pool[layer, table[place, token // page], :, token % page] = content[token]
+            table = np.pad(table, ((0, 0), (0, 24 - table.shape[1])))
+            static = options(alone)
+            result = attention("xla", **static)(queries, k, v, int(layer), table, start, lengths)
+            mine = np.asarray(result)[start[place]]
+            expected = mine if expected is None else expected
+            np.testing.assert_array_equal(mine, expected)
+
+
+def compiled_attention(*, pages: int, max_pages: int, tokens: int, rows: int = 8):
+    shape = (4, pages, 2, 16, 64)
+    pool = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def ints(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    queries = jax.ShapeDtypeStruct((tokens, 6, 64), jnp.float32)
+    function = attention("xla", scale=0.125, sliding_window=None, soft_cap=None)
+    return function.lower(queries, pool, pool, 2, ints(rows, max_pages), ints(rows + 1), ints(rows)).compile()
+
+
+@pytest.mark.parametrize("tokens", [8, 48])
+def test_temporary_bytes_do_not_depend_on_the_pool_or_on_the_longest_request(tokens):
+    """Catches: a gather of all pages of a table, a layer sliced out of the pool, scores of rows x max_model_len."""
+
+    def temporary(pages, max_pages):
+        return compiled_attention(pages=pages, max_pages=max_pages, tokens=tokens).memory_analysis().temp_size_in_bytes
+
+    base = temporary(512, 64)
+    assert temporary(1024, 64) == base
+    # Of the page table, copies are allowed: 4 bytes a page. What the pages hold is 16 KiB each.
+    assert temporary(512, 256) - base <= 16 * 4 * (8 + tokens) * (256 - 64)
+    assert base < 16 * 1024 * tokens * 8
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+def test_soft_cap_bends_scores_and_the_mask_comes_after(implementation):
+    """NU-04: with a cap of 50, scores of 100 and 10 become 48.2014 and 9.8688, read back from two weights; a key
+    that is masked keeps weight 0 (masking before the cap would give it exp(-50))."""
+    queries = jnp.full((2, 1, 16), 1.0)
+    k = np.zeros((1, 2, 1, 4, 16), np.float32)
+    k[0, 1, 0, :, 0] = [100.0, 10.0, 90.0, 0.0]
+    v = np.zeros_like(k)
+    v[0, 1, 0, :, :4] = np.eye(4)
+    table, start, lengths = (jnp.asarray(a, jnp.int32) for a in ([[1]], [0, 2], [3]))
+    out = attention(implementation, scale=1.0, sliding_window=None, soft_cap=50.0)(
+        queries, jnp.asarray(k), jnp.asarray(v), 0, table, start, lengths
+    )
+    weights = np.asarray(out, np.float64)[:, 0, :4]
+    capped = 50 * np.tanh(np.array([100, 10, 90]) / 50)
+    np.testing.assert_allclose(capped[:2], [48.2014, 9.8688], atol=1e-4)
+    np.testing.assert_allclose(np.log(weights[0, 0] / weights[0, 1]), 48.2014 - 9.8688, atol=1e-3)
+    assert weights[0, 2] == weights[0, 3] == weights[1, 3] == 0
+    np.testing.assert_allclose(weights[1, :3], np.exp(capped) / np.exp(capped).sum(), rtol=1e-5, atol=1e-12)
+
+
+def test_shapes_that_do_not_belong_together_are_named():
+    """Catches: JAX broadcasting or clamping what should have been refused."""
+    queries, k, v, layer, table, start, lengths = inputs(CASES["one-prompt"])
+
+    def refused(words, q=queries, k=k, v=v, table=table, start=start, **changes):
+        with pytest.raises(ValueError, match=words):
+            paged_attention(q, k, v, layer, table, start, lengths, **({"scale": 1.0} | changes))
+
+    refused(r"queries must be \[tokens, heads, head_dim\]", q=queries[0])
+    refused("of one dtype", v=v.astype(jnp.bfloat16))
+    refused("of one dtype", k=k[:, :1])
+    refused(r"head_dim of queries \(8\) and of pages \(16\)", q=queries[..., :8])
+    refused("3 query heads cannot share 2 KV heads", q=queries[:, :3])
+    refused("page_table", table=table[0])
+    refused("query_start", start=start[:1])
+    refused("sliding_window must be at least 1", sliding_window=0)
+    refused("soft_cap must be positive", soft_cap=0.0)
+    refused("no implementation 'cuddly'", implementation="cuddly")

@@ -1,0 +1,128 @@
+"""The real model: SmolLM2-135M-Instruct, token for token what transformers generates.
+
+The reference outputs are greedy, float32, by transformers on the weights of the same GGUF. One set of weights serves
+all engines here; layers are scanned in all but one of them, which costs a little time a step and saves a lot of
+compiling.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged import LLM, EngineConfig, SamplingParams
+from jpaged.baseline.static import StaticEngine
+from jpaged.engine import Engine
+from jpaged.models.llama import load_decoder
+from jpaged.models.loading import load_checkpoint, resolve
+from jpaged.request import Request
+
+CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2-greedy.json").read_text())["cases"]
+LONGEST = max(len(c["prompt_token_ids"]) + c["max_tokens"] for c in CASES)
+CONFIG = EngineConfig(
+    page_size=16, num_pages=400, max_num_seqs=16, max_num_batched_tokens=128, token_budgets=(16, 128),
+    max_model_len=LONGEST, dtype="float32",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    checkpoint = load_checkpoint(resolve("smollm2-135m"))
+    decoder, params = load_decoder(checkpoint.config, checkpoint.parameters("float32"), jnp.float32, stacked=True)
+    return decoder, params, checkpoint.config
+
+
+def requests_of(cases) -> list[Request]:
+    return [
+        Request(str(c["id"]), tuple(c["prompt_token_ids"]), SamplingParams(temperature=0, max_tokens=c["max_tokens"]))
+        for c in cases
+    ]
+
+
+def run(engine, requests) -> dict[str, dict]:
+    for request in requests:
+        engine.submit(request)
+    found = {r.request_id: {"token_ids": [], "logprobs": [], "reason": None} for r in requests}
+    while engine.has_work:
+        for event in engine.burst():
+            one = found[event.request_id]
+            if event.token_id is not None:
+                one["token_ids"].append(event.token_id)
+                one["logprobs"].append(event.logprob)
+            one["reason"] = event.finish_reason
+    return found
+
+
+def assert_golden(found, cases=CASES):
+    for case in cases:
+        one = found[str(case["id"])]
+        assert one["token_ids"] == case["output_token_ids"], f"case {case['id']}"
+        assert one["reason"] == case["finish_reason"]
+        assert one["logprobs"] == pytest.approx(case["logprobs"], abs=1e-3)
+
+
+def test_messages_and_texts_become_the_same_tokens_and_text():
+    """The tokenizer, the template, unrolled layers and the text that comes out, through the public API."""
+    chats = [c for c in CASES if "messages" in c]
+    texts = [c for c in CASES if "messages" not in c]
+    assert chats and texts
+    config = replace(CONFIG, num_pages=None, pool_bytes=200_000_000, max_model_len=None)
+    with LLM("smollm2-135m", config=config) as llm:
+        params = [[SamplingParams(temperature=0, max_tokens=c["max_tokens"]) for c in some] for some in (chats, texts)]
+        answers = llm.chat([c["messages"] for c in chats], params[0], use_tqdm=False)
+        answers += llm.generate([c["prompt"] for c in texts], params[1], use_tqdm=False)
+        for case, answer in zip(chats + texts, answers, strict=True):
+            completion = answer.outputs[0]
+            assert answer.prompt_token_ids == case["prompt_token_ids"], f"case {case['id']}"
+            assert completion.token_ids == case["output_token_ids"], f"case {case['id']}"
+            assert completion.text == case["text"]
+            assert completion.finish_reason == case["finish_reason"]
+            logprobs = [one[token].logprob for one, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+            assert logprobs == pytest.approx(case["logprobs"], abs=1e-3)
+            assert completion.cumulative_logprob == pytest.approx(sum(case["logprobs"]), abs=1e-2)
+        stats = llm.stats()
+        assert stats.in_use_pages == 0 and stats.running == stats.waiting == 0
+
+
+def test_all_at_once_then_in_reverse_then_one_by_one(model):
+    """One engine, three orders: neither neighbours nor what ran before change a token."""
+    engine = Engine(*model, CONFIG)
+    engine.warmup()
+    programs = engine.num_programs
+    assert_golden(run(engine, requests_of(CASES)))
+    assert_golden(run(engine, requests_of(CASES[::-1])))
+    for case in CASES:
+        assert_golden(run(engine, requests_of([case])), [case])
+    assert engine.num_programs == programs, "a program was compiled after warm-up"
+    assert engine.stats().in_use_pages == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 1, "num_pages": 6400},
+        {"page_size": 64, "num_pages": 100, "max_num_batched_tokens": 64, "token_budgets": (64,)},
+        {"max_num_batched_tokens": 16, "token_budgets": (16,)},
+        {"max_num_seqs": 5, "max_num_batched_tokens": 48, "token_budgets": (48,), "steps_per_burst": 3},
+    ],
+    ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items() if k != "token_budgets"),
+)
+def test_sizes_do_not_change_a_token(model, changes):
+    assert_golden(run(Engine(*model, replace(CONFIG, **changes)), requests_of(CASES)))
+
+
+def test_preemption_does_not_change_a_token(model):
+    """The pool holds hardly more than the longest request: requests are thrown out and start again."""
+    pages = -(-LONGEST // CONFIG.page_size) + 4
+    engine = Engine(*model, replace(CONFIG, num_pages=pages, token_budgets=(128,)))
+    assert_golden(run(engine, requests_of(CASES)))
+    assert engine.stats().preemptions > 0
+    assert engine.stats().in_use_pages == 0
+
+
+def test_static_batching_gives_the_same_tokens(model):
+    assert_golden(run(StaticEngine(*model, batch_size=8, max_model_len=LONGEST), requests_of(CASES)))

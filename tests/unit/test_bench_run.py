@@ -1,0 +1,156 @@
+"""Real engines under measurement: on a stub whose tokens are known, and as `jpaged bench` on a tiny model."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from support.checkpoint_files import write_hf
+from support.stubs import HistoryDecoder
+
+from jpaged.bench.compare import make_report
+from jpaged.bench.run import Model, fit_config, make_engine, resolve_dtype, run_engine
+from jpaged.bench.workload import Workload, WorkloadRequest, synthetic_workload
+from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+
+NAN_TOKEN = 31
+STUB = HistoryDecoder(nan_token=NAN_TOKEN)
+#: what the stub keeps in the pool: one layer, one head, two numbers a token
+SHAPE = ModelConfig(
+    family="stub",
+    vocab_size=32,
+    hidden_size=2,
+    intermediate_size=2,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=2,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+LOADED = Model(STUB, None, SHAPE)
+CONFIG = EngineConfig(
+    page_size=4, num_pages=40, max_num_seqs=3, max_num_batched_tokens=8, token_budgets=(4, 8), dtype="float32"
+)
+KINDS = ("continuous", "static")
+
+
+def mix(count=10):
+    return synthetic_workload(count, seed=1, token_ids=(0, 30), prompt_tokens=(1, 12), output_tokens=(1, 12))
+
+
+def run_both(workload, **options):
+    return [run_engine(kind, LOADED, workload, CONFIG, model="stub", **options) for kind in KINDS]
+
+
+def expected(request):
+    tokens = list(request.prompt_token_ids)
+    for _ in range(request.max_tokens):
+        tokens.append(STUB.following(tokens))
+    return tuple(tokens[len(request.prompt_token_ids) :])
+
+
+def test_both_engines_give_the_tokens_of_each_request_alone():
+    workload = mix()
+    outcomes = run_both(workload)
+    for outcome in outcomes:
+        assert outcome.measured.token_ids == {r.request_id: expected(r) for r in workload.requests}
+    report = make_report(outcomes, check=True)
+    assert report.problems == []
+    assert [run.output_tokens for run in report.runs] == [workload.output_tokens] * 2
+    # every token but the last of a request is computed once, whoever computes it: nothing was preempted
+    computed = workload.prompt_tokens + workload.output_tokens - len(workload.requests)
+    assert [run.useful_row_steps for run in report.runs] == [computed] * 2
+    assert [run.compiled_while_measured for run in report.runs] == [0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_history_and_totals_tell_the_same(kind):
+    measured = run_engine(kind, LOADED, mix(), CONFIG, model="stub").measured
+    history = measured.history
+    assert len(history) == measured.steps
+    assert sum(s.scheduled_tokens for s in history) == measured.useful_row_steps
+    assert sum(s.budget for s in history) == measured.useful_row_steps + measured.wasted_row_steps
+    for sample in history:
+        assert 0 <= sample.tokens_in_pages <= sample.pages_in_use * measured.page_size
+        assert sample.pages_in_use <= measured.num_pages
+
+
+def test_failed_requests_are_the_same_in_both_and_do_not_count():
+    """ME-04 with real engines: a prompt that holds the stub's NaN token fails, alone."""
+    workload = mix()
+    broken = {"2", "5", "6"}
+    requests = tuple(
+        replace(r, prompt_token_ids=(*r.prompt_token_ids, NAN_TOKEN)) if r.request_id in broken else r
+        for r in workload.requests
+    )
+    outcomes = run_both(Workload("broken", requests))
+    for outcome in outcomes:
+        run = outcome.result
+        assert (run.requests, run.failed_requests, set(run.failures)) == (10, 3, broken)
+        assert set(run.failures.values()) == {"ended by error"}
+        kept = [r for r in workload.requests if r.request_id not in broken]
+        assert run.output_tokens == sum(r.max_tokens for r in kept)
+        assert outcome.measured.token_ids == {r.request_id: expected(r) for r in kept}
+    assert make_report(outcomes, check=True).ratios == {}
+
+
+def test_static_batching_reserves_for_the_longest_request():
+    workload = mix()
+    continuous, static = (outcome.result for outcome in run_both(workload))
+    assert static.kv_share.used_tokens_mean / static.kv_share.reserved_tokens_mean < 0.6
+    assert continuous.kv_share.used_tokens_mean / continuous.kv_share.reserved_tokens_mean > 0.6
+    assert static.config == {"batch_size": 3, "max_model_len": 24, "dtype": "float32"}
+
+
+def test_arrivals_are_waited_for():
+    requests = (WorkloadRequest("a", 0.0, (1, 2), 2), WorkloadRequest("b", 0.3, (3,), 2))
+    outcome = run_engine("continuous", LOADED, Workload("late", requests), CONFIG, model="stub")
+    assert outcome.measured.wall_s >= 0.3
+    assert 0 < outcome.measured.latency_s["b"] < 0.3
+
+
+def test_the_length_follows_the_workload_unless_it_is_given():
+    workload = Workload("one", (WorkloadRequest("0", 0.0, (1,) * 10, 7),))
+    assert fit_config(CONFIG, workload).max_model_len == 20
+    assert fit_config(replace(CONFIG, max_model_len=40), workload).max_model_len == 40
+    with pytest.raises(ValueError, match="one: its longest request has 17 tokens, max_model_len is 16"):
+        fit_config(replace(CONFIG, max_model_len=16), workload)
+
+
+def test_an_engine_of_just_this_config_is_used_again():
+    config = resolve_dtype(replace(CONFIG, max_model_len=24, steps_per_burst=1, dtype="auto"))
+    assert config.dtype == "float32"
+    engine = SimpleNamespace(config=config)
+    owner = SimpleNamespace(decoder=STUB, params=None, model_config=SHAPE, engine=engine)
+    assert make_engine("continuous", owner, config, rows=3)[0]._engine is engine
+    other = make_engine("continuous", owner, replace(config, num_pages=30), rows=3)[0]._engine
+    assert other is not engine
+    with pytest.raises(ValueError, match="'continuous' or 'static', got 'dynamic'"):
+        make_engine("dynamic", owner, config, rows=3)
+
+
+def test_the_command_runs_real_engines_in_processes_of_their_own(tmp_path):
+    model = write_hf(tmp_path / "model")
+    command = [
+        sys.executable, "-m", "jpaged.cli", "bench", "--model", model, "--synthetic", 6, "--prompt-tokens", 2, 12,
+        "--output-tokens", 2, 10, "--max-num-seqs", 2, "--max-num-batched-tokens", 8, "--num-pages", 20,
+        "--threads", 1, "--breakdown", "--json", tmp_path / "report.json", "--plot", tmp_path / "pages.png",
+    ]  # fmt: skip
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert report["check"] == {"done": True, "difference": None}
+    assert [run["engine"] for run in report["runs"]] == list(KINDS)
+    for run in report["runs"]:
+        assert run["output_tokens"] == report["workload"]["output_tokens"]
+        assert run["threads"] == 1
+        assert run["breakdown"]["products_s"] > 0
+        assert 50 << 20 < run["peak_rss_bytes"] < 8 << 30
+    assert (tmp_path / "pages.png").stat().st_size > 10_000

@@ -1,0 +1,302 @@
+"""The host's side: queueing, limits, aborts, failures, counts. A stub decoder reads the pool back, so that a token that
+is lost, stale or someone else's shows in what it emits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from support.stubs import HistoryDecoder, ScriptDecoder
+
+from jpaged.baseline.static import StaticEngine
+from jpaged.config import EngineConfig
+from jpaged.engine import Engine
+from jpaged.models.config import ModelConfig
+from jpaged.request import FinishReason, Request, SamplingParams
+from jpaged.step import violations
+
+VOCAB = 32
+MODEL = ModelConfig(
+    family="stub", vocab_size=VOCAB, hidden_size=2, intermediate_size=2, num_layers=1, num_heads=1, num_kv_heads=1,
+    head_dim=2, rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=64, tie_word_embeddings=True,
+    eos_token_ids=(31,),
+)  # fmt: skip
+CONFIG = EngineConfig(
+    page_size=4, num_pages=24, max_num_seqs=4, max_num_batched_tokens=16, token_budgets=(4, 16), max_queue=3,
+    dtype="float32",
+)  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+# One of each, and few sizes: engines that share both share their compiled programs.
+READER, SICK = HistoryDecoder(VOCAB), HistoryDecoder(VOCAB, nan_token=7)
+COUNTER = ScriptDecoder(VOCAB, successor=tuple((i + 1) % VOCAB for i in range(VOCAB)))
+SMALL = {"num_pages": 8, "max_model_len": 32}
+
+
+def make(decoder=READER, **changes) -> Engine:
+    return Engine(decoder, (), MODEL, replace(CONFIG, **changes))
+
+
+def request(name: str, prompt, params=GREEDY) -> Request:
+    return Request(name, tuple(prompt), params)
+
+
+def drain(engine, at_burst=lambda burst: None) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    bursts = 0
+    while engine.has_work:
+        for event in engine.burst():
+            if event.token_id is not None:
+                tokens.setdefault(event.request_id, []).append(event.token_id)
+        at_burst(bursts)
+        bursts += 1
+        assert bursts < 2000, "the engine makes no progress"
+    return tokens
+
+
+def alone(decoder, prompt, count) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(decoder.following(tokens))
+    return tokens[len(prompt) :]
+
+
+def mix(count: int, seed: int = 0) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    return [
+        request(str(i), rng.integers(0, 30, rng.integers(1, 30)).tolist(), replace(GREEDY, max_tokens=int(n)))
+        for i, n in enumerate(rng.integers(1, 20, count))
+    ]
+
+
+def test_many_more_requests_than_rows_all_get_their_own_tokens():
+    """The device holds 7 requests; the host feeds it the rest, in order."""
+    engine, decoder = make(), READER
+    requests = mix(60)
+    for one in requests:
+        engine.submit(one)
+    found = drain(engine)
+    for one in requests:
+        assert found[one.request_id] == alone(decoder, one.prompt_token_ids, one.params.max_tokens)
+    stats = engine.stats()
+    assert (stats.in_use_pages, stats.running, stats.waiting) == (0, 0, 0)
+    assert stats.useful_row_steps + stats.wasted_row_steps == sum(step.budget for step in engine.history)
+
+
+def test_burst_length_does_not_change_a_token():
+    results = []
+    for steps in (1, 3):
+        engine = make(steps_per_burst=steps)
+        for one in mix(12):
+            engine.submit(one)
+        results.append(drain(engine))
+    assert results[0] == results[1]
+
+
+def test_static_batching_emits_the_same():
+    requests = mix(11)
+    static = StaticEngine(READER, (), MODEL, batch_size=4, max_model_len=64)
+    engine = make()
+    for one in requests:
+        static.submit(one)
+        engine.submit(one)
+    # The stub checks that each token stands at its place, so this also proves that static rows keep theirs.
+    assert drain(static) == drain(engine)
+    assert static.stats().in_use_pages == 0
+    assert static.stats().useful_row_steps == engine.stats().useful_row_steps
+
+
+def test_a_static_batch_waits_for_its_longest():
+    static = StaticEngine(READER, (), MODEL, batch_size=2, max_model_len=64)
+    for name, count in (("a", 2), ("b", 10), ("c", 1)):
+        static.submit(request(name, [1, 2, 3], replace(GREEDY, max_tokens=count)))
+    drain(static)
+    # One chunk of prompts, then 9 steps for b; then c's batch, which is done after its prompt.
+    assert [step.scheduled_tokens for step in static.history] == [6, 2, *[1] * 8, 3]
+    assert [step.budget for step in static.history] == [32, *[2] * 9, 32]
+
+
+def test_no_mix_compiles_anything_after_warmup():
+    """JX-01: a limit that is no power of two, prompts of every length."""
+    decoder = ScriptDecoder(VOCAB)
+    engine = make(decoder, max_model_len=61, num_pages=40)
+    engine.warmup()
+    programs, traces = engine.num_programs, decoder.traces.count
+    for length in range(1, 61):
+        engine.submit(request(f"r{length}", [length % 30] * length, replace(GREEDY, max_tokens=3)))
+    drain(engine)
+    assert (engine.num_programs, decoder.traces.count) == (programs, traces)
+
+
+def test_a_prompt_that_can_never_run_is_refused_in_words():
+    engine = make(num_pages=8, max_model_len=None)  # PR-04: 8 pages of 4
+    assert engine.config.max_model_len == 32
+    with pytest.raises(ValueError, match=r"33 tokens and needs 9 pages of 4.* 8 pages"):
+        engine.submit(request("big", [1] * 33))
+    with pytest.raises(ValueError, match="empty"):
+        engine.submit(request("empty", []))
+    for bad in (VOCAB, -1, 1.5, True):
+        with pytest.raises(ValueError, match=r"\[0, 32\)"):
+            engine.submit(request("bad", [1, bad]))
+    with pytest.raises(ValueError, match=r"\[40\].*vocabulary of 32"):
+        engine.submit(request("stop", [1], SamplingParams(stop_token_ids=[40], min_tokens=1)))
+    engine.submit(request("good", [1, 2]))
+    with pytest.raises(ValueError, match="in use"):
+        engine.submit(request("good", [1, 2]))
+    assert drain(engine)["good"] == alone(READER, [1, 2], 8)
+
+
+def test_lengths_end_at_max_model_len():
+    """ST-05: a huge max_tokens is cut by max_model_len; a prompt that fills it ends at once."""
+    engine = make(max_model_len=16, num_pages=4)
+    for length, asked, got in ((16, 5, 0), (12, 10, 4), (3, 10**9, 13), (1, None, 15)):
+        engine.submit(request("r", [1] * length, replace(GREEDY, max_tokens=asked)))
+        events = []
+        while engine.has_work:
+            events += engine.burst()
+        assert sum(e.token_id is not None for e in events) == got
+        assert events[-1].finish_reason == FinishReason.LENGTH
+        assert max((s.pages_in_use for s in engine.history), default=0) <= 4
+
+
+def test_sizes_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="needs 16 pages of 4 tokens, but the pool has 8"):
+        make(num_pages=8, max_model_len=64)
+    with pytest.raises(ValueError, match="more than the 64 tokens"):
+        make(max_model_len=65)
+    with pytest.raises(ValueError, match="at least 2 are needed"):
+        make(num_pages=None, pool_bytes=100)
+    assert make(num_pages=None, pool_bytes=64 * 33).config.num_pages == 32  # 64 bytes a page, one is scratch
+
+
+def test_a_lone_request_that_fills_the_pool_ends():
+    """PR-04: within as many steps as the pool has tokens, and five."""
+    engine = make(num_pages=8, max_model_len=None)
+    engine.submit(request("r", [1], replace(GREEDY, max_tokens=None)))
+    assert len(drain(engine)["r"]) == 31
+    assert engine.stats().steps <= 32 + 5
+
+
+def test_preempted_requests_keep_their_tokens():
+    engine, decoder = make(**SMALL), READER
+    requests = [request(str(i), [i + 1] * 5, replace(GREEDY, max_tokens=20)) for i in range(6)]
+    for one in requests:
+        engine.submit(one)
+    found = drain(engine, lambda _: violations(engine.state) == [])
+    assert engine.stats().preemptions > 0
+    for one in requests:
+        assert found[one.request_id] == alone(decoder, one.prompt_token_ids, 20)
+
+
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_abort_in_any_state_gives_every_page_back(when):
+    engine, decoder = make(), READER
+    requests = [request(str(i), [i + 1] * 9, replace(GREEDY, max_tokens=12)) for i in range(9)]
+    for one in requests:
+        engine.submit(one)
+    for _ in range(when):
+        engine.burst()
+    engine.abort(["0", "3", "8", "unknown"])  # running (or not yet fed), waiting on the device, waiting on the host
+    assert violations(engine.state) == []
+    found = drain(engine)
+    for one in requests:
+        if one.request_id not in ("0", "3", "8"):
+            assert found[one.request_id][-1] == alone(decoder, one.prompt_token_ids, 12)[-1]
+    engine.abort_all()
+    assert engine.stats().free_pages == 24
+
+
+def test_a_row_of_nan_fails_alone():
+    """NU-03: and what it left in its pages does not reach those who get them next."""
+    engine = make(SICK, **SMALL)
+    for name, prompt in (("a", [1, 2, 3]), ("sick", [4, 7, 5]), ("b", [6, 6]), *((f"n{i}", [i]) for i in range(5))):
+        engine.submit(request(name, prompt))
+    events = []
+    while engine.has_work:
+        events += engine.burst()
+    sick = [e for e in events if e.request_id == "sick"]
+    assert [(e.token_id, e.finish_reason) for e in sick] == [(None, FinishReason.ERROR)]
+    for name, prompt in (("a", [1, 2, 3]), ("b", [6, 6]), ("n4", [4])):
+        assert [e.token_id for e in events if e.request_id == name] == alone(READER, prompt, 8)
+
+
+def test_a_failing_device_call_loses_requests_and_not_the_engine(monkeypatch):
+    """JX-03: the pool was donated to a call that raised; the next requests run on a new one."""
+    engine = make()
+    engine.submit(request("a", [1, 2]))
+    program = engine._program
+
+    def failing(budget):
+        def call(params, state):
+            program(budget)(params, state)  # takes the buffers
+            raise RuntimeError("the device fell over")
+
+        return call
+
+    monkeypatch.setattr(engine, "_program", failing)
+    with pytest.raises(RuntimeError, match="fell over"):
+        engine.burst()
+    monkeypatch.undo()
+    assert not engine.has_work
+    engine.submit(request("a", [1, 2]))
+    assert drain(engine)["a"] == alone(READER, [1, 2], 8)
+    assert engine.stats().free_pages == 24
+
+
+def test_an_interrupt_leaves_an_engine_that_works(monkeypatch):
+    engine = make()
+    for one in mix(5):
+        engine.submit(one)
+    engine.burst()
+    read = engine._read
+    monkeypatch.setattr(engine, "_read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        engine.burst()
+    monkeypatch.setattr(engine, "_read", read)
+    assert engine.stats().free_pages == 24 and not engine.has_work
+    engine.submit(request("a", [3]))
+    assert drain(engine)["a"] == alone(READER, [3], 8)
+
+
+def test_stop_tokens_and_reasons():
+    """The model's own token ends a request without a stop_reason; a named one is the stop_reason."""
+    engine = make(COUNTER)
+    ask = SamplingParams(temperature=0, max_tokens=20)
+    engine.submit(request("own", [27], ask))
+    engine.submit(request("named", [27], replace(ask, stop_token_ids=[29, 30])))
+    engine.submit(request("ignored", [27], replace(ask, ignore_eos=True, max_tokens=6)))
+    engine.submit(request("late", [27], replace(ask, stop_token_ids=[29], min_tokens=2, max_tokens=3)))
+    ends, tokens = {}, {}
+    while engine.has_work:
+        for event in engine.burst():
+            tokens.setdefault(event.request_id, []).append(event.token_id)
+            if event.finish_reason:
+                ends[event.request_id] = (event.finish_reason, event.stop_reason)
+    assert (tokens["own"], ends["own"]) == ([28, 29, 30, 31], (FinishReason.STOP, None))
+    assert (tokens["named"], ends["named"]) == ([28, 29], (FinishReason.STOP, 29))
+    assert (tokens["ignored"], ends["ignored"]) == ([28, 29, 30, 31, 0, 1], (FinishReason.LENGTH, None))
+    # 29 may not be sampled as the second token; what follows it in the stub's order is 30.
+    assert tokens["late"] == [28, 30, 31] and ends["late"] == (FinishReason.STOP, None)
+
+
+def test_time_to_first_token_counts_all_chunks():
+    """CP-03: budget 8, a prompt of 32: the first token comes out of the fourth step, not the first."""
+    for length, steps in ((32, 4), (64, 8)):
+        config = replace(CONFIG, max_num_batched_tokens=8, token_budgets=(8,), max_model_len=100, num_pages=30)
+        engine = Engine(READER, (), replace(MODEL, max_position_embeddings=128), config)
+        engine.submit(request("r", [1] * length))
+        bursts = 0
+        while not any(e.token_id is not None for e in engine.burst()):
+            bursts += 1
+        assert bursts + 1 == steps
+
+
+def test_closing_frees_the_pool():
+    engine = make()
+    leaves = jax.tree.leaves(engine.state)
+    engine.close()
+    engine.close()
+    assert all(leaf.is_deleted() for leaf in leaves)
