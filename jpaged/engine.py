@@ -85,7 +85,8 @@ class StepStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made, and how things stand. A row-step is one token position computed once."""
+    """Totals since the engine was made, and how things stand. A row-step is one token position computed once; it is
+    wasted on padding, and on tokens that preemption made the engine compute again."""
 
     steps: int
     useful_row_steps: int
@@ -337,9 +338,10 @@ class Engine:
 
     def _note(self, record: Any, budget: int) -> None:
         computed = int(record.scheduled.sum())
+        lost = int(record.discarded)  # by preemption: computed once in vain
         self._totals["steps"] += 1
-        self._totals["useful"] += computed
-        self._totals["wasted"] += budget - computed
+        self._totals["useful"] += computed - lost
+        self._totals["wasted"] += budget - computed + lost
         self._totals["preemptions"] += int(record.preempted)
         self.history.append(
             StepStats(

@@ -54,11 +54,12 @@ def preempt(state: EngineState, budget: int) -> EngineState:
     victim = jnp.zeros_like(slots.occupied).at[order].set(occupied & ~stays)
     row = jnp.where(victim, slots.request, requests.num_rows)
     count = jnp.sum(victim, dtype=jnp.int32)
+    discarded = jnp.sum(jnp.where(victim, slots.computed, 0), dtype=jnp.int32)
     state = clear_slots(state, victim)
     counters = replace(state.counters, preemptions=state.counters.preemptions + count.astype(jnp.uint32))
     return replace(
         state,
         requests=replace(requests, status=requests.status.at[row].set(Status.WAITING, mode="drop")),
         counters=counters,
-        record=replace(state.record, preempted=count),
+        record=replace(state.record, preempted=count, discarded=discarded),
     )

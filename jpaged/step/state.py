@@ -115,6 +115,7 @@ class StepRecord:
     waiting: jax.Array  # [] requests in the queue
     admitted: jax.Array  # [] requests that got a slot
     preempted: jax.Array  # [] requests that lost theirs
+    discarded: jax.Array  # [] tokens that they had computed and must compute again
     pages_in_use: jax.Array  # [] pages in some table
     tokens_stored: jax.Array  # [] tokens whose keys and values are in the pool
 
@@ -124,7 +125,7 @@ class StepRecord:
         return cls(
             uid=ints, scheduled=ints, sampled=jnp.zeros(slots, bool), token=ints,
             logprob=jnp.zeros(slots, jnp.float32), finish=ints, running=scalar, waiting=scalar, admitted=scalar,
-            preempted=scalar, pages_in_use=scalar, tokens_stored=scalar,
+            preempted=scalar, discarded=scalar, pages_in_use=scalar, tokens_stored=scalar,
         )  # fmt: skip
 
 

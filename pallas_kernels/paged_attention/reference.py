@@ -13,7 +13,7 @@ def paged_attention_reference(
     tokens, heads, head_dim = queries.shape
     rows, max_pages = page_table.shape
     kv_heads, page_size = k_pages.shape[2:4]
-    dtype = jnp.promote_types(queries.dtype, jnp.float32)
+    dtype = jnp.float64 if queries.dtype == jnp.float64 else jnp.float32
 
     token = jnp.arange(tokens, dtype=jnp.int32)
     row = jnp.searchsorted(query_start[1:], token, side="right").astype(jnp.int32)

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 from support.checkpoint_files import write_hf
-from support.stubs import HistoryDecoder
+from support.stubs import ScriptDecoder
 
 from jpaged.bench.compare import make_report
-from jpaged.bench.run import Model, fit_config, make_engine, resolve_dtype, run_engine
+from jpaged.bench.run import fit_config, make_engine, resolve_dtype, run_engine
 from jpaged.bench.workload import Workload, WorkloadRequest, synthetic_workload
 from jpaged.config import EngineConfig
+from jpaged.engine import Engine
 from jpaged.models.config import ModelConfig
 
-NAN_TOKEN = 31
-STUB = HistoryDecoder(nan_token=NAN_TOKEN)
-#: what the stub keeps in the pool: one layer, one head, two numbers a token
+NAN_TOKEN = 40
+STUB = ScriptDecoder(vocab=32, nan_token=NAN_TOKEN)
 SHAPE = ModelConfig(
     family="stub",
-    vocab_size=32,
+    vocab_size=64,
     hidden_size=2,
     intermediate_size=2,
     num_layers=1,
@@ -33,34 +33,41 @@ SHAPE = ModelConfig(
     max_position_embeddings=64,
     tie_word_embeddings=True,
 )
-LOADED = Model(STUB, None, SHAPE)
 CONFIG = EngineConfig(
-    page_size=4, num_pages=40, max_num_seqs=3, max_num_batched_tokens=8, token_budgets=(4, 8), dtype="float32"
-)
+    page_size=4, num_pages=40, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=24, dtype="float32",
+    steps_per_burst=1,
+)  # fmt: skip
 KINDS = ("continuous", "static")
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """The stub with an engine, which is compiled once for all tests of this file."""
+    return SimpleNamespace(decoder=STUB, params=None, model_config=SHAPE, engine=Engine(STUB, None, SHAPE, CONFIG))
+
+
 def mix(count=10):
-    return synthetic_workload(count, seed=1, token_ids=(0, 30), prompt_tokens=(1, 12), output_tokens=(1, 12))
+    return synthetic_workload(count, seed=1, token_ids=(0, 31), prompt_tokens=(1, 12), output_tokens=(1, 12))
 
 
-def run_both(workload, **options):
-    return [run_engine(kind, LOADED, workload, CONFIG, model="stub", **options) for kind in KINDS]
+def run_both(loaded, workload):
+    return [run_engine(kind, loaded, workload, CONFIG, model="stub") for kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def both(loaded):
+    return run_both(loaded, mix())
 
 
 def expected(request):
-    tokens = list(request.prompt_token_ids)
-    for _ in range(request.max_tokens):
-        tokens.append(STUB.following(tokens))
-    return tuple(tokens[len(request.prompt_token_ids) :])
+    return tuple(STUB.continuation(request.prompt_token_ids, request.max_tokens))
 
 
-def test_both_engines_give_the_tokens_of_each_request_alone():
+def test_both_engines_give_the_tokens_of_each_request_alone(both):
     workload = mix()
-    outcomes = run_both(workload)
-    for outcome in outcomes:
+    for outcome in both:
         assert outcome.measured.token_ids == {r.request_id: expected(r) for r in workload.requests}
-    report = make_report(outcomes, check=True)
+    report = make_report(both, check=True)
     assert report.problems == []
     assert [run.output_tokens for run in report.runs] == [workload.output_tokens] * 2
     # every token but the last of a request is computed once, whoever computes it: nothing was preempted
@@ -70,8 +77,8 @@ def test_both_engines_give_the_tokens_of_each_request_alone():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_history_and_totals_tell_the_same(kind):
-    measured = run_engine(kind, LOADED, mix(), CONFIG, model="stub").measured
+def test_history_and_totals_tell_the_same(kind, both):
+    measured = both[KINDS.index(kind)].measured
     history = measured.history
     assert len(history) == measured.steps
     assert sum(s.scheduled_tokens for s in history) == measured.useful_row_steps
@@ -81,15 +88,15 @@ def test_history_and_totals_tell_the_same(kind):
         assert sample.pages_in_use <= measured.num_pages
 
 
-def test_failed_requests_are_the_same_in_both_and_do_not_count():
-    """ME-04 with real engines: a prompt that holds the stub's NaN token fails, alone."""
+def test_failed_requests_are_the_same_in_both_and_do_not_count(loaded):
+    """ME-04 with real engines: a prompt that ends with the stub's NaN token fails, alone."""
     workload = mix()
     broken = {"2", "5", "6"}
     requests = tuple(
         replace(r, prompt_token_ids=(*r.prompt_token_ids, NAN_TOKEN)) if r.request_id in broken else r
         for r in workload.requests
     )
-    outcomes = run_both(Workload("broken", requests))
+    outcomes = run_both(loaded, Workload("broken", requests))
     for outcome in outcomes:
         run = outcome.result
         assert (run.requests, run.failed_requests, set(run.failures)) == (10, 3, broken)
@@ -100,39 +107,35 @@ def test_failed_requests_are_the_same_in_both_and_do_not_count():
     assert make_report(outcomes, check=True).ratios == {}
 
 
-def test_static_batching_reserves_for_the_longest_request():
-    workload = mix()
-    continuous, static = (outcome.result for outcome in run_both(workload))
+def test_static_batching_reserves_for_the_longest_request(both):
+    continuous, static = (outcome.result for outcome in both)
     assert static.kv_share.used_tokens_mean / static.kv_share.reserved_tokens_mean < 0.6
     assert continuous.kv_share.used_tokens_mean / continuous.kv_share.reserved_tokens_mean > 0.6
     assert static.config == {"batch_size": 3, "max_model_len": 24, "dtype": "float32"}
 
 
-def test_arrivals_are_waited_for():
+def test_arrivals_are_waited_for(loaded):
     requests = (WorkloadRequest("a", 0.0, (1, 2), 2), WorkloadRequest("b", 0.3, (3,), 2))
-    outcome = run_engine("continuous", LOADED, Workload("late", requests), CONFIG, model="stub")
+    outcome = run_engine("continuous", loaded, Workload("late", requests), CONFIG, model="stub")
     assert outcome.measured.wall_s >= 0.3
     assert 0 < outcome.measured.latency_s["b"] < 0.3
 
 
 def test_the_length_follows_the_workload_unless_it_is_given():
     workload = Workload("one", (WorkloadRequest("0", 0.0, (1,) * 10, 7),))
-    assert fit_config(CONFIG, workload).max_model_len == 20
+    assert fit_config(replace(CONFIG, max_model_len=None), workload).max_model_len == 20
     assert fit_config(replace(CONFIG, max_model_len=40), workload).max_model_len == 40
     with pytest.raises(ValueError, match="one: its longest request has 17 tokens, max_model_len is 16"):
         fit_config(replace(CONFIG, max_model_len=16), workload)
 
 
-def test_an_engine_of_just_this_config_is_used_again():
-    config = resolve_dtype(replace(CONFIG, max_model_len=24, steps_per_burst=1, dtype="auto"))
-    assert config.dtype == "float32"
-    engine = SimpleNamespace(config=config)
-    owner = SimpleNamespace(decoder=STUB, params=None, model_config=SHAPE, engine=engine)
-    assert make_engine("continuous", owner, config, rows=3)[0]._engine is engine
-    other = make_engine("continuous", owner, replace(config, num_pages=30), rows=3)[0]._engine
-    assert other is not engine
+def test_an_engine_of_just_this_config_is_used_again(loaded):
+    assert resolve_dtype(replace(CONFIG, dtype="auto")) == CONFIG == loaded.engine.config
+    assert make_engine("continuous", loaded, CONFIG, rows=3)[0]._engine is loaded.engine
+    other = make_engine("continuous", loaded, replace(CONFIG, num_pages=30), rows=3)[0]._engine
+    assert other is not loaded.engine
     with pytest.raises(ValueError, match="'continuous' or 'static', got 'dynamic'"):
-        make_engine("dynamic", owner, config, rows=3)
+        make_engine("dynamic", loaded, CONFIG, rows=3)
 
 
 def test_the_command_runs_real_engines_in_processes_of_their_own(tmp_path):
