@@ -124,7 +124,7 @@ def test_top_k_1_on_a_tie_is_greedy():
         ({"top_k": 6}, {0, 1, 2, 3, 4, 5}),
         ({"top_p": 0.39}, {0, 1}),  # each has a fifth
         ({"top_p": 0.41}, {0, 1, 2}),
-        ({"min_p": 0.5}, {0, 1, 2, 3, 4}),
+        ({"min_p": 0.2}, {0, 1, 2, 3, 4}),
         ({"min_p": 1.0}, {0, 1, 2, 3, 4}),
         ({"min_p": 0.5, "top_k": 2}, {0, 1}),
         ({"top_k": 4, "top_p": 0.49}, {0, 1}),  # top-p counts within the four
@@ -135,10 +135,9 @@ def test_ties_at_a_boundary_go_to_the_lowest_ids(fields, expected):
     """Catches: too many or too few kept where values are equal, and a top-p taken over another set."""
     logits = np.full(16, -20.0)
     logits[:5] = 2
-    logits[5] = -1
+    logits[5] = 0
     drawn = set(draw_many(logits, 300, temperature=1.0, **fields).tolist())
-    assert drawn <= expected
-    assert drawn == expected - ({5} if fields == {"top_k": 6} and 5 not in drawn else set())
+    assert drawn == expected
 
 
 @settings(max_examples=100)

@@ -1,0 +1,241 @@
+"""The Python API on a tiny random model with a byte-level tokenizer: one token a byte."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from support.checkpoint_files import HIDDEN, byte_level_tokenizer, hf_config, hf_tensors, write_hf, write_tokenizer
+
+from jpaged import LLM, EngineConfig, FinishReason, SamplingParams
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CONFIG = EngineConfig(
+    page_size=8, num_pages=60, max_num_seqs=4, max_num_batched_tokens=16, token_budgets=(16,), max_model_len=96,
+    max_queue=4, dtype="float32",
+)  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def write_model(path, template=None):
+    """A random model that speaks bytes: ids 0, 1, 2 are special, byte b is 3 + b."""
+    rng = np.random.default_rng(5)
+    tables = {name: rng.normal(0, 1, (259, HIDDEN)).astype(np.float32) for name in ("embed", "head")}
+    tensors = hf_tensors() | {"model.embed_tokens.weight": tables["embed"], "lm_head.weight": tables["head"]}
+    write_hf(path, hf_config(vocab_size=259), tensors)
+    write_tokenizer(path, byte_level_tokenizer(), template=template)
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("tiny"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with LLM(directory, config=CONFIG) as llm:
+        yield llm
+
+
+def test_one_or_many_texts_or_ids(llm):
+    one = llm.generate("Hello", GREEDY, use_tqdm=False)
+    ids = llm.generate(one[0].prompt_token_ids, GREEDY, use_tqdm=False)
+    both = llm.generate(["Hello", {"prompt_token_ids": one[0].prompt_token_ids}], GREEDY, use_tqdm=False)
+    array = llm.generate(np.asarray(one[0].prompt_token_ids), GREEDY, use_tqdm=False)
+    expected = one[0].outputs[0]
+    assert len(expected.token_ids) == 6 and expected.finish_reason == "length" and one[0].prompt == "Hello"
+    assert ids[0].prompt is None
+    for output in (*ids, *both, *array):
+        assert output.outputs[0].token_ids == expected.token_ids
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_results_keep_the_order_of_the_prompts(llm):
+    prompts = [f"prompt {i}" * (1 + i % 3) for i in range(23)]
+    params = [replace(GREEDY, max_tokens=1 + (7 * i) % 11) for i in range(23)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.prompt for o in outputs] == prompts
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [p.max_tokens for p in params]
+    for i in (0, 7, 22):
+        alone = llm.generate(prompts[i], params[i], use_tqdm=False)[0]
+        assert alone.outputs[0].token_ids == outputs[i].outputs[0].token_ids
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(llm):
+    """SA and NU-02: a seed gives the same tokens alone, in company, and in another slot."""
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=7, max_tokens=8, ignore_eos=True)
+    alone = llm.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids
+    other = replace(params, seed=8, top_k=0, top_p=1.0)
+    batch = llm.generate(["x", "yy", "abc", "zzz", "abc"], [other, GREEDY, params, other, params], use_tqdm=False)
+    assert batch[2].outputs[0].token_ids == batch[4].outputs[0].token_ids == alone
+    unseeded = [o.outputs[0].token_ids for o in llm.generate(["abc"] * 4, replace(params, seed=None), use_tqdm=False)]
+    assert len({tuple(ids) for ids in unseeded}) > 1
+
+
+def test_logprobs_are_of_the_chosen_tokens(llm):
+    completion = llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0]
+    chosen = [one[token].logprob for one, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+    assert all(len(one) == 1 for one in completion.logprobs)
+    assert all(value <= 0 for value in chosen)
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+def test_chat_uses_the_template_and_one_bos(llm):
+    conversation = [{"role": "user", "content": "Hi"}]
+    one = llm.chat(conversation, GREEDY, use_tqdm=False)
+    many = llm.chat([conversation, conversation + [{"role": "user", "content": "again"}]], GREEDY, use_tqdm=False)
+    assert one[0].prompt == "<user>Hi\n<assistant>"
+    assert one[0].prompt_token_ids.count(1) <= 1
+    assert many[0].outputs[0].token_ids == one[0].outputs[0].token_ids
+    with pytest.raises(ValueError, match=r"conversation 1: .*no such role"):
+        llm.chat([conversation, [{"role": "nobody", "content": ""}]], GREEDY)
+
+
+def test_a_model_without_a_template_says_so(tmp_path):
+    """TK-02: and takes one that is passed."""
+    write_model(tmp_path)
+    with LLM(tmp_path, config=CONFIG) as llm, pytest.raises(ValueError, match="chat_template="):
+        llm.chat([{"role": "user", "content": "Hi"}])
+    with LLM(tmp_path, config=CONFIG, chat_template=TEMPLATE) as llm:
+        assert llm.chat([{"role": "user", "content": "Hi"}], GREEDY, use_tqdm=False)[0].prompt == "<user>Hi\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (["good", []], "prompt 1: the prompt is empty"),
+        (["good", "x" * 97], r"prompt 1: the prompt has \d+ tokens and needs 13 pages"),
+        (["good", [1, 5000]], "prompt 1: prompt token ids"),
+        (["good", 3], "prompt 1 must be"),
+        (["good", {"text": "x"}], "prompt 1 must have"),
+        (7, "prompts must be"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(llm, prompts, words):
+    """ST-04, ST-05: the error names the prompt; nothing was scheduled, and the next call works."""
+    steps = llm.stats().steps
+    with pytest.raises(ValueError, match=words):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    stats = llm.stats()
+    assert (stats.steps, stats.in_use_pages, stats.waiting) == (steps, 0, 0)
+    assert len(llm.generate("good", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 6
+
+
+def test_as_many_parameters_as_prompts(llm):
+    with pytest.raises(ValueError, match="2 prompts need as many"):
+        llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
+    with pytest.raises(ValueError, match="must be SamplingParams"):
+        llm.generate(["a"], [{"temperature": 0}], use_tqdm=False)
+
+
+def test_stream_is_generate_in_pieces(llm):
+    """DT: deltas in order, joined they are the text; the last event of each prompt is its end."""
+    prompts = ["one", "two two", "three"]
+    params = replace(GREEDY, max_tokens=20)
+    whole = llm.generate(prompts, params, use_tqdm=False)
+    texts, ids, ended = [""] * 3, [[], [], []], []
+    for event in llm.stream(prompts, params):
+        assert event.index not in ended
+        texts[event.index] += event.delta_text
+        ids[event.index] += event.delta_token_ids
+        if event.finished:
+            ended.append(event.index)
+    assert texts == [o.outputs[0].text for o in whole]
+    assert ids == [o.outputs[0].token_ids for o in whole]
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_leaving_a_stream_early_frees_its_pages(llm):
+    for _ in llm.stream(["a" * 40] * 7, replace(GREEDY, max_tokens=40)):
+        break
+    stats = llm.stats()
+    assert (stats.in_use_pages, stats.running, stats.waiting) == (0, 0, 0)
+
+
+def test_stop_token_is_returned_but_not_shown(llm):
+    """ST-02: token ids include the stopping token, the text does not."""
+    free = llm.generate("Hello", replace(GREEDY, max_tokens=12), use_tqdm=False)[0].outputs[0]
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop)
+    stopped = llm.generate("Hello", replace(GREEDY, max_tokens=12, stop_token_ids=[stop]), use_tqdm=False)[0].outputs[0]
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, stop)
+    shown = llm.generate("Hello", replace(GREEDY, max_tokens=first), use_tqdm=False)[0].outputs[0].text if first else ""
+    assert stopped.text == shown
+
+
+def test_works_inside_a_running_loop_and_in_threads(llm):
+    """NB-03: from a coroutine, from a thread, and from several threads at once."""
+    expected = llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    async def inside():
+        return llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    assert asyncio.run(inside()) == expected
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 3
+
+
+def test_progress_counts_prompts(llm, capsys):
+    """NB-04: one bar a call, its total the prompts, full at the end; off is silent."""
+    llm.generate(["a", "b", "c"], GREEDY)
+    assert "3/3" in capsys.readouterr().err
+    llm.generate(["a"], GREEDY, use_tqdm=False)
+    captured = capsys.readouterr()
+    assert captured.err == captured.out == ""
+
+
+def test_a_cell_run_again_takes_no_more_memory(directory):
+    """NB-01: rebinding the name frees the old engine; close() frees at once, twice is harmless."""
+
+    def live() -> int:
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before = live()
+    for _ in range(3):
+        llm = LLM(directory, config=CONFIG)
+        llm.generate("Hello", GREEDY, use_tqdm=False)
+        during = live()
+    assert during > before
+    once = during - before
+    llm = LLM(directory, config=CONFIG)  # the old one is alive while this one is made
+    assert live() - before <= once * 1.01
+    llm.close()
+    llm.close()
+    assert repr(llm).endswith("closed)")
+    with pytest.raises(RuntimeError, match="was closed"):
+        llm.generate("Hello")
+    del llm
+    assert live() <= before * 1.01 + 4096
+
+
+def test_repr_and_stats_are_worth_reading(llm):
+    assert "4 slots" in repr(llm) and "60 pages of 8 tokens" in repr(llm)
+    assert "programs compiled" in str(llm.stats())
+    output = llm.generate("Hello", GREEDY, use_tqdm=False)[0]
+    assert "prompt_tokens=" in repr(output) and "finish_reason='length'" in repr(output)
+
+
+def test_unknown_models_and_fields_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="smollm2-135m"):
+        LLM(str(tmp_path / "nothing-here"))
+    with pytest.raises(TypeError, match="max_seqs"):
+        LLM("smollm2-135m", max_seqs=3)
