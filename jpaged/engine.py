@@ -131,15 +131,21 @@ class Engine:
         self._seeds = np.random.default_rng(config.seed)
         self._programs: dict[int, Any] = {}
         self._helpers: dict[Any, Any] = {}
+        self._uids: dict[str, int] = {}  # by request id, of requests that have not ended
+        self._requests: dict[int, Request] = {}  # by uid
+        self._pending: deque[int] = deque()  # uids that wait on the host
+        self._on_device: set[int] = set()
+        self._next_uid = 0
         self.compile_seconds = 0.0
-        self.config = self._resolve(config)
+        self.config, self.num_pages, self.max_model_len = self._resolve(config)
         self._reset()
         self.history: deque[StepStats] = deque(maxlen=_HISTORY)
         self._totals = dict.fromkeys(("steps", "useful", "wasted", "preemptions"), 0)
 
     # -- sizes
 
-    def _resolve(self, config: EngineConfig) -> EngineConfig:
+    def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, int, int]:
+        """`config` with nothing left open, its `num_pages` and its `max_model_len`."""
         model, on_cpu = self.model_config, jax.default_backend() == "cpu"
         if config.dtype == "auto":
             config = replace(config, dtype="float32" if on_cpu else "bfloat16")
@@ -151,8 +157,9 @@ class Engine:
                 "the model was made for"
             )
         longest = config.max_model_len or model.max_position_embeddings
-        if config.num_pages is None:
-            pool_bytes = config.pool_bytes or self._pool_bytes(replace(config, max_model_len=longest))
+        num_pages = config.num_pages
+        if num_pages is None:
+            pool_bytes = config.pool_bytes or self._pool_bytes(replace(config, max_model_len=longest), longest)
             page_bytes = config.page_size * sizing.bytes_per_token(model, config.dtype)
             num_pages = pool_bytes // page_bytes - 1  # one is scratch
             if num_pages < 1:
@@ -160,22 +167,20 @@ class Engine:
                     f"{pool_bytes} bytes hold {pool_bytes // page_bytes} pages of {page_bytes} bytes; at least 2 are "
                     "needed (one is scratch)"
                 )
-            config = replace(config, num_pages=num_pages, pool_bytes=None)
-        if config.max_model_len is None:
-            config = replace(config, max_model_len=min(longest, config.num_pages * config.page_size))
-            if config.max_model_len < longest:
-                logger.info(
-                    "The pool of %d pages holds %d tokens: max_model_len is that, not the model's %d",
-                    config.num_pages, config.max_model_len, longest,
-                )  # fmt: skip
-        return config
+        if config.max_model_len is None and num_pages * config.page_size < longest:
+            logger.info(
+                "The pool of %d pages holds %d tokens: max_model_len is that, not the model's %d",
+                num_pages, num_pages * config.page_size, longest,
+            )  # fmt: skip
+            longest = num_pages * config.page_size
+        return replace(config, num_pages=num_pages, max_model_len=longest, pool_bytes=None), num_pages, longest
 
-    def _pool_bytes(self, config: EngineConfig) -> int:
+    def _pool_bytes(self, config: EngineConfig, longest: int) -> int:
         """Bytes for the pool when the caller named no size: from the GPU's memory, or the stated CPU default."""
         limit = sizing.device_memory_bytes(jax.devices()[0])
         if limit is None:
             return sizing.default_pool_bytes()
-        pages = -(-config.max_model_len // config.page_size)
+        pages = -(-longest // config.page_size)
         probe = self._lower(replace(config, num_pages=pages), config.budgets[-1]).compile()
         temporary = probe.memory_analysis().temp_size_in_bytes
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
@@ -204,7 +209,7 @@ class Engine:
     @staticmethod
     def _steps(config: EngineConfig, budget: int) -> int:
         """Steps in a burst. One that can hold a long prompt is followed by a look at what is wanted next."""
-        return config.steps_per_burst if budget <= config.max_num_seqs else 1
+        return (config.steps_per_burst or 1) if budget <= config.max_num_seqs else 1
 
     def _program(self, budget: int) -> Any:
         if budget not in self._programs:
@@ -225,7 +230,7 @@ class Engine:
         """Compiles every program there is, so that none is compiled while requests wait."""
         for budget in self.config.budgets:
             self._program(budget)
-        self._put(Submission.empty(_SUBMIT_BATCH, self.config.max_model_len))
+        self._put(Submission.empty(_SUBMIT_BATCH, self.max_model_len))
         self._drop([])
 
     @property
@@ -239,8 +244,8 @@ class Engine:
         """Raises ValueError, in words, if `request` can never run here. Nothing is changed."""
         config = self.config
         check_request(
-            request, self.model_config, max_model_len=config.max_model_len, page_size=config.page_size,
-            num_pages=config.num_pages,
+            request, self.model_config, max_model_len=self.max_model_len, page_size=config.page_size,
+            num_pages=self.num_pages,
         )  # fmt: skip
 
     def submit(self, request: Request) -> None:
@@ -261,13 +266,13 @@ class Engine:
         """Moves requests from the host's queue into free rows of the state."""
         rows = self.config.max_num_seqs + self.config.max_queue
         while self._pending and len(self._on_device) < rows:
-            batch = Submission.empty(_SUBMIT_BATCH, self.config.max_model_len)
+            batch = Submission.empty(_SUBMIT_BATCH, self.max_model_len)
             for place in range(min(_SUBMIT_BATCH, len(self._pending), rows - len(self._on_device))):
                 uid = self._pending.popleft()
                 self._on_device.add(uid)
                 fill_row(
                     batch, place, uid, self._requests[uid], self.model_config,
-                    max_model_len=self.config.max_model_len, seed=int(self._seeds.integers(2**32)),
+                    max_model_len=self.max_model_len, seed=int(self._seeds.integers(2**32)),
                 )  # fmt: skip
             self._put(batch)
 
@@ -306,7 +311,7 @@ class Engine:
 
     def _too_long_to_start(self) -> list[TokenEvent]:
         """A prompt of exactly max_model_len tokens leaves no room: it ends by length before it runs."""
-        full = [u for u in self._pending if len(self._requests[u].prompt_token_ids) == self.config.max_model_len]
+        full = [u for u in self._pending if len(self._requests[u].prompt_token_ids) == self.max_model_len]
         if not full:
             return []
         self._pending = deque(uid for uid in self._pending if uid not in set(full))
@@ -321,7 +326,7 @@ class Engine:
             record = jax.tree.map(lambda a, i=index: a[i], records)
             self._note(record, budget)
             for slot in np.flatnonzero(record.sampled | (record.finish != Finish.NOT)):
-                events.append(self._event(record, slot))
+                events.append(self._event(record, int(slot)))
         return events
 
     def _event(self, record: Any, slot: int) -> TokenEvent:
@@ -394,11 +399,10 @@ class Engine:
     def _reset(self) -> None:
         self._state = self._make_state(self.config)
         self._demand = jnp.int32(0)
-        self._uids: dict[str, int] = {}
-        self._requests: dict[int, Request] = {}
-        self._pending: deque[int] = deque()
-        self._on_device: set[int] = set()
-        self._next_uid = 0
+        self._uids.clear()
+        self._requests.clear()
+        self._pending.clear()
+        self._on_device.clear()
 
     # -- a look inside
 
@@ -417,7 +421,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Totals, and pages as the reference counts on the device say."""
-        free, total = int(self._state.free_pages), self.config.num_pages
+        free, total = int(self._state.free_pages), self.num_pages
         running = int(np.sum(np.asarray(self._state.slots.occupied)))
         return EngineStats(
             steps=self._totals["steps"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm.auto import tqdm
+from tqdm import TqdmWarning
 
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine, EngineStats, TokenEvent
@@ -29,6 +30,10 @@ from jpaged.request import (
     SamplingParams,
 )
 from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
+
+with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain bar
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -243,10 +248,10 @@ class LLM:
                     for event in engine.burst():
                         now_seen.setdefault(event.request_id, []).append(event)
                     for name, events in now_seen.items():
-                        event = open_[name].add(events)
-                        if event.finished:
+                        piece = open_[name].add(events)
+                        if piece.finished:
                             del open_[name]
-                        yield event
+                        yield piece
             finally:
                 if open_:
                     engine.abort(list(open_))

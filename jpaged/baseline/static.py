@@ -196,8 +196,9 @@ class StaticEngine:
             )  # fmt: skip
         self._chunks = -(-int(rows.prompt_len.max()) // CHUNK)
         self._chunk = self._step = 0
-        self._state = self._start(self._pool, rows)
-        self._pool = None  # it is in the state now
+        pool, self._pool = self._pool, None  # it is in the state from now on
+        assert pool is not None
+        self._state = self._start(pool, rows)
 
     def burst(self) -> list[TokenEvent]:
         """One step of the batch: a chunk of all prompts, or a token of every row."""
@@ -238,7 +239,8 @@ class StaticEngine:
         self._useful += useful
         self._wasted += computed - useful
         assert self._state is not None
-        known = np.asarray(self._state.known)[: self._size]
+        # What an ended request left in its row is of no use to anyone any more.
+        known = np.asarray(self._state.known)[list(self._running)]
         prompt_so_far = np.minimum(known, self._chunk * CHUNK) if self._step == 0 else known
         self.history.append(
             StepStats(

@@ -76,6 +76,13 @@ class LayerNumber(nnx.Variable):
 class Block(nnx.Module):
     """Layer number `number`; or with `layers` all of them, stacked along a first axis for a scan."""
 
+    attn_norm: nnx.Param
+    qkv: nnx.Param
+    o: nnx.Param
+    mlp_norm: nnx.Param
+    gate_up: nnx.Param
+    down: nnx.Param
+
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs, number: int = 0, layers: int | None = None):
         self.config = config
         self.number = LayerNumber(jnp.int32(number) if layers is None else jnp.arange(layers, dtype=jnp.int32))
@@ -114,6 +121,11 @@ class Llama(nnx.Module):
         stacked: layers are one Block with stacked weights, scanned: one layer is compiled. Otherwise they are a list,
             unrolled: XLA on a CPU would copy each layer's slice of a stack before multiplying with it.
     """
+
+    embed: nnx.Param
+    final_norm: nnx.Param
+    head: nnx.Param
+    layers: Any  # a stacked Block, or a list of them
 
     def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, stacked: bool = False, rngs: nnx.Rngs):
         self.config = config

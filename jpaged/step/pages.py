@@ -30,7 +30,7 @@ def take(
     Returns:
         The new `refcount`, `page_table` and `num_pages`.
     """
-    slots, columns = page_table.shape
+    slots = page_table.shape[0]
     free = jnp.nonzero(refcount == 0, size=most, fill_value=SCRATCH_PAGE)[0].astype(jnp.int32)
     end = jnp.cumsum(need, dtype=jnp.int32)
     taken = jnp.arange(most, dtype=jnp.int32)

@@ -47,11 +47,8 @@ class Finish(IntEnum):
 NO_TOKEN = -1
 
 
-def _value(cls):
-    return jax.tree_util.register_dataclass(dataclass(frozen=True)(cls))
-
-
-@_value
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Requests:
     """What the engine knows of each request."""
 
@@ -75,7 +72,8 @@ class Requests:
         return self.status.shape[0]
 
 
-@_value
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Slots:
     """The running batch."""
 
@@ -90,7 +88,8 @@ class Slots:
         return self.occupied.shape[0]
 
 
-@_value
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Counters:
     """Totals since the state was made; they wrap at 2**32."""
 
@@ -101,7 +100,8 @@ class Counters:
     preemptions: jax.Array  # [] uint32
 
 
-@_value
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepRecord:
     """What the last step did, for the host and for people to read. All scalars are int32."""
 
@@ -129,7 +129,8 @@ class StepRecord:
         )  # fmt: skip
 
 
-@_value
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class EngineState:
     """Everything. `step` takes one and returns the next."""
 
@@ -191,22 +192,24 @@ def make_state(
     return jax.tree.map(lambda a: jnp.array(a, copy=True), state)
 
 
-@_value
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Submission:
-    """Requests on their way into the state, in a batch of a fixed size. Fields as in `Requests`."""
+    """Requests on their way into the state, in a batch of a fixed size. Fields as in `Requests`; numpy arrays
+    while the host fills them in."""
 
-    valid: jax.Array  # [N] bool, the other rows are padding
-    uid: jax.Array
-    tokens: jax.Array  # [N, T] int32, the prompt first
-    prompt_len: jax.Array
-    max_len: jax.Array
-    min_len: jax.Array
-    stop_ids: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
+    valid: Any  # [N] bool, the other rows are padding
+    uid: Any
+    tokens: Any  # [N, T] int32, the prompt first
+    prompt_len: Any
+    max_len: Any
+    min_len: Any
+    stop_ids: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
 
     @classmethod
     def empty(cls, size: int, max_model_len: int) -> Submission:

@@ -173,7 +173,7 @@ def compiled_attention(*, pages: int, max_pages: int, tokens: int, rows: int = 8
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     queries = jax.ShapeDtypeStruct((tokens, 6, 64), jnp.float32)
-    function = attention("xla", scale=0.125, sliding_window=None, soft_cap=None)
+    function = attention("xla", optimize=False, scale=0.125, sliding_window=None, soft_cap=None)
     return function.lower(queries, pool, pool, 2, ints(rows, max_pages), ints(rows + 1), ints(rows)).compile()
 
 

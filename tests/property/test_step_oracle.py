@@ -91,7 +91,7 @@ class Pair:
         sampled = np.asarray(expected.sampled)
         assert traced.token[sampled].tolist() == np.asarray(expected.token)[sampled].tolist()
         assert np.isfinite(traced.logprob[sampled]).all()
-        for name in ("running", "waiting", "admitted", "preempted", "pages_in_use", "tokens_stored"):
+        for name in ("running", "waiting", "admitted", "preempted", "discarded", "pages_in_use", "tokens_stored"):
             assert int(getattr(traced, name)) == getattr(expected, name), name
 
     def compare(self) -> None:

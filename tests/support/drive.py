@@ -14,7 +14,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.pool import Decoder
 from jpaged.step import EngineState, Finish, Submission, abort, make_state, run, step, submit, violations
-from support.stubs import STUB_SHAPE, HistoryDecoder, ScriptDecoder
+from support.stubs import STUB_SHAPE
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Got:
 
 @lru_cache(maxsize=64)
 def compiled(decoder: Decoder, budget: int, steps: int | None = None):
-    """`step`, or `run` of `steps`, under `jax.jit`, with the state donated: `f(params, state)`. With a stub, where
-    nothing takes time but compiling, XLA's optimizations are left out."""
-    options = {"xla_backend_optimization_level": 0} if isinstance(decoder, (ScriptDecoder, HistoryDecoder)) else None
+    """`step`, or `run` of `steps`, under `jax.jit`, with the state donated: `f(params, state)`. As nothing takes time
+    here but compiling, LLVM's optimizations are left out; XLA's are not."""
+    options = {"xla_backend_optimization_level": 0}
     if steps is None:
         return jax.jit(lambda p, s: step(decoder, p, s, budget=budget), donate_argnums=1, compiler_options=options)
     return jax.jit(

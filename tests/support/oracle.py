@@ -51,6 +51,7 @@ class OracleRecord:
     waiting: int
     admitted: int
     preempted: int
+    discarded: int
     pages_in_use: int
     tokens_stored: int
 
@@ -124,7 +125,8 @@ class OracleEngine:
                 self.empty(slot)
         self.rows = [None if row and row.status in over else row for row in self.rows]
 
-    def preempt(self, budget: int) -> int:
+    def preempt(self, budget: int) -> tuple[int, int]:
+        """How many lost their slots, and the tokens they had computed."""
         granted = self.grant(budget)
         stays = len(granted)
         while stays:
@@ -137,7 +139,7 @@ class OracleEngine:
             self.empty(slot)
             slot.request.status = Status.WAITING
         self.preemptions += len(granted) - stays
-        return len(granted) - stays
+        return len(granted) - stays, sum(slot.computed for slot, _ in granted[stays:])
 
     def admit(self, budget: int) -> int:
         before = self.running()
@@ -159,12 +161,13 @@ class OracleEngine:
 
     def step(self, budget: int) -> OracleRecord:
         self.evict()
-        preempted = self.preempt(budget)
+        preempted, discarded = self.preempt(budget)
         admitted = self.admit(budget)
         granted = {id(slot): tokens for slot, tokens in self.grant(budget)}
         count = len(self.slots)
         record = OracleRecord(
-            [0] * count, [0] * count, [False] * count, [0] * count, [Finish.NOT] * count, 0, 0, admitted, preempted, 0, 0
+            [0] * count, [0] * count, [False] * count, [0] * count, [Finish.NOT] * count, running=0, waiting=0,
+            admitted=admitted, preempted=preempted, discarded=discarded, pages_in_use=0, tokens_stored=0,
         )  # fmt: skip
         for index, slot in enumerate(self.slots):
             if slot is None:

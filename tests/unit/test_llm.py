@@ -92,7 +92,8 @@ def test_logprobs_are_of_the_chosen_tokens(llm):
 def test_chat_uses_the_template_and_one_bos(llm):
     conversation = [{"role": "user", "content": "Hi"}]
     one = llm.chat(conversation, GREEDY, use_tqdm=False)
-    many = llm.chat([conversation, conversation + [{"role": "user", "content": "again"}]], GREEDY, use_tqdm=False)
+    longer = [*conversation, {"role": "user", "content": "again"}]
+    many = llm.chat([conversation, longer], GREEDY, use_tqdm=False)
     assert one[0].prompt == "<user>Hi\n<assistant>"
     assert one[0].prompt_token_ids.count(1) <= 1
     assert many[0].outputs[0].token_ids == one[0].outputs[0].token_ids
@@ -106,7 +107,8 @@ def test_a_model_without_a_template_says_so(tmp_path):
     with LLM(tmp_path, config=CONFIG) as llm, pytest.raises(ValueError, match="chat_template="):
         llm.chat([{"role": "user", "content": "Hi"}])
     with LLM(tmp_path, config=CONFIG, chat_template=TEMPLATE) as llm:
-        assert llm.chat([{"role": "user", "content": "Hi"}], GREEDY, use_tqdm=False)[0].prompt == "<user>Hi\n<assistant>"
+        answer = llm.chat([{"role": "user", "content": "Hi"}], GREEDY, use_tqdm=False)[0]
+        assert answer.prompt == "<user>Hi\n<assistant>"
 
 
 @pytest.mark.parametrize(
@@ -177,15 +179,15 @@ def test_works_inside_a_running_loop_and_in_threads(llm):
     """NB-03: from a coroutine, from a thread, and from several threads at once."""
     expected = llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
-    async def inside():
+    def ids():
         return llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    async def inside():
+        return ids()
 
     assert asyncio.run(inside()) == expected
     found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids))
-        for _ in range(3)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(ids())) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
