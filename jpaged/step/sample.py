@@ -48,7 +48,7 @@ def sample(logits: jax.Array, inputs: SampleInputs) -> tuple[jax.Array, jax.Arra
     inside = (inputs.banned >= 0) & (inputs.banned < vocab)
     allowed = logits.at[row, jnp.where(inside, inputs.banned, vocab)].set(-jnp.inf, mode="drop")
 
-    greedy = jnp.argmax(allowed, axis=-1).astype(jnp.int32)
+    greedy = _first_largest(allowed)
     token = jax.lax.cond(
         jnp.any(inputs.temperature > 0),
         lambda: jnp.where(inputs.temperature > 0, _draw(allowed, inputs), greedy),
@@ -77,8 +77,15 @@ def _draw(logits: jax.Array, inputs: SampleInputs) -> jax.Array:
     def noise(seed, position):
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
 
-    drawn = jnp.argmax(scaled + jax.vmap(noise)(inputs.seed, inputs.position), axis=-1)
-    return drawn.astype(jnp.int32)
+    return _first_largest(scaled + jax.vmap(noise)(inputs.seed, inputs.position))
+
+
+def _first_largest(values: jax.Array) -> jax.Array:
+    """The lowest id `[rows]` of the largest of `values` `[rows, vocab]`. Two plain reductions: `argmax` is one that
+    XLA on a CPU does not vectorise. A row with a NaN gets some id of the vocabulary."""
+    ids = jnp.arange(values.shape[1], dtype=jnp.int32)
+    largest = jnp.max(values, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(values == largest, ids, values.shape[1] - 1), axis=-1)
 
 
 def _truncate(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

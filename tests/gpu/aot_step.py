@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # support
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the project
 
 import jax
 import jax.numpy as jnp

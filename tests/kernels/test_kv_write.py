@@ -54,7 +54,7 @@ def test_every_case(name, implementation):
 def test_the_pool_is_written_in_place(name):
     """Catches: a write that copies the pool. The donated pages are the result, and a pool a hundred times as large
     needs no more temporary bytes."""
-    k_pages, v_pages, k, v, layer, page, offset = inputs(CASES[name])
+    k_pages, _, k, v, layer, page, offset = inputs(CASES[name])
     temporary = []
     for factor in (100, 200):
         shape = (k_pages.shape[0], factor * k_pages.shape[1], *k_pages.shape[2:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def options(case: Case) -> dict:
     }  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def attention(implementation: str, *, optimize: bool = True, **static):
     """Compiled attention. Without `optimize` it compiles in half the time, for cases that are run once."""
     options = None if optimize else {"xla_backend_optimization_level": 0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def text(length: int, seed: int = 1) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
-@lru_cache(maxsize=None)
+@cache
 def program(decoder: llama.LlamaDecoder):
     """Without LLVM's optimizations: here only compiling takes time."""
     return jax.jit(decoder, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
@@ -130,7 +130,7 @@ SHAPE = {"layers": TINY.num_layers, "kv_heads": TINY.num_kv_heads, "head_dim": T
 LENGTHS, NEW = (1, 15, 16, 17, 100, 33), 16
 
 
-@lru_cache
+@cache
 def solo() -> list[list[int]]:
     """SOLO of each prompt, from numpy."""
     return [numpy_greedy(TINY, tiny_weights(TINY), text(n, 10 + n), NEW) for n in LENGTHS]
@@ -145,8 +145,8 @@ def asks(order=None) -> list[Ask]:
     ("page_size", "num_pages", "slots", "budgets"),
     [
         (16, 40, 8, (256, 31)),  # everything fits; whole prompts, chunks
-        (4, 31, 4, (15,)),  # a pool so small that requests are preempted
-        (1, 130, 3, (3,)),
+        (4, 30, 8, (15,)),  # a pool so small that requests are preempted
+        (1, 120, 3, (3,)),
     ],
 )
 def test_the_engine_generates_what_numpy_does(page_size, num_pages, slots, budgets):
@@ -154,11 +154,12 @@ def test_the_engine_generates_what_numpy_does(page_size, num_pages, slots, budge
     The pool is full of NaN to begin with, and what a freed page holds reaches nobody (invariant 1)."""
     decoder, params = tiny_decoder(TINY)
     config = EngineConfig(
-        page_size=page_size, num_pages=num_pages, max_num_seqs=slots, max_queue=8, max_model_len=120,
+        page_size=page_size, num_pages=num_pages, max_num_seqs=slots, max_queue=8, max_model_len=116,
         max_num_batched_tokens=max(budgets),
     )  # fmt: skip
+    preemptions = 0
     for budget in budgets:
-        for order in (None, (5, 4, 3, 2, 1, 0)):
+        for order in ((0, 1, 2, 3, 5, 4), (5, 4, 3, 2, 1, 0)):
             driver = Driver(config, decoder, params, **SHAPE)
             driver.state = poisoned(driver.state)
             driver.submit(*asks(order))
@@ -166,8 +167,8 @@ def test_the_engine_generates_what_numpy_does(page_size, num_pages, slots, budge
             assert [got[uid].tokens for uid in sorted(got)] == solo()
             assert {g.finish for g in got.values()} == {Finish.LENGTH}
             assert int(driver.state.free_pages) == num_pages
-            if num_pages == 31:
-                assert int(driver.state.counters.preemptions) > 0
+            preemptions += int(driver.state.counters.preemptions)
+    assert preemptions > 0 or num_pages == 40
 
 
 def poisoned(state):

@@ -184,7 +184,8 @@ class Dice:
     longest: int
 
     def request(self) -> dict:
-        prompt = self.rng.integers(0, NAN_TOKEN, self.rng.integers(1, self.rng.choice((6, 6, 6, self.longest)))).tolist()
+        length = self.rng.integers(1, self.rng.choice((6, 6, 6, self.longest)))
+        prompt = self.rng.integers(0, NAN_TOKEN, length).tolist()
         if self.rng.random() < 0.05:
             prompt[-1] = NAN_TOKEN
         stop_ids = self.rng.integers(0, NAN_TOKEN, self.rng.choice((0, 0, 0, 2))).tolist()

@@ -22,7 +22,9 @@ class PagedRows:
         call: the decoder under `jax.jit`.
     """
 
-    def __init__(self, decoder: LlamaDecoder, params: Any, rows: int, *, page_size: int, max_len: int, budget: int, call):
+    def __init__(
+        self, decoder: LlamaDecoder, params: Any, rows: int, *, page_size: int, max_len: int, budget: int, call: Any
+    ):
         config = decoder.config
         self.params, self.call, self.budget, self.page_size = params, call, budget, page_size
         self.vocab = config.vocab_size

@@ -122,7 +122,7 @@ def test_top_k_1_on_a_tie_is_greedy():
     [
         ({"top_k": 3}, {0, 1, 2}),  # of five equal ones
         ({"top_k": 6}, {0, 1, 2, 3, 4, 5}),
-        ({"top_p": 0.39}, {0, 1}),  # each has a fifth
+        ({"top_p": 0.38}, {0, 1}),  # each has nearly a fifth
         ({"top_p": 0.41}, {0, 1, 2}),
         ({"min_p": 0.2}, {0, 1, 2, 3, 4}),
         ({"min_p": 1.0}, {0, 1, 2, 3, 4}),
