@@ -306,8 +306,8 @@ class LLM:
             return f"LLM({self.model!r}, closed)"
         config, model = self.config, self.model_config
         return (
-            f"LLM({self.model!r}, {model.num_parameters / 1e6:.0f}M parameters, {config.dtype}, {config.num_pages} pages "
-            f"of {config.page_size} tokens, {config.max_num_seqs} slots, max_model_len={config.max_model_len})"
+            f"LLM({self.model!r}, {model.num_parameters / 1e6:.0f}M parameters, {config.dtype}, "
+            f"{config.num_pages} pages of {config.page_size} tokens, {config.max_num_seqs} slots, max_model_len={config.max_model_len})"
         )
 
 

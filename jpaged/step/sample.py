@@ -42,12 +42,13 @@ def sample(logits: jax.Array, inputs: SampleInputs) -> tuple[jax.Array, jax.Arra
     """
     rows, vocab = logits.shape
     top = jnp.max(logits, axis=-1)
-    healthy = jnp.isfinite(top)  # the maximum is NaN if any logit is
 
     row = jnp.arange(rows)[:, None]
     inside = (inputs.banned >= 0) & (inputs.banned < vocab)
     allowed = logits.at[row, jnp.where(inside, inputs.banned, vocab)].set(-jnp.inf, mode="drop")
 
+    # The maximum is NaN if any logit is; after the bans something must be left to choose.
+    healthy = jnp.isfinite(top) & jnp.isfinite(jnp.max(allowed, axis=-1))
     greedy = _first_largest(allowed)
     token = jax.lax.cond(
         jnp.any(inputs.temperature > 0),

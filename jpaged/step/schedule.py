@@ -38,7 +38,6 @@ def grant(state: EngineState, budget: int) -> jax.Array:
     rest = want - first
     left = budget - jnp.sum(first, dtype=jnp.int32)
     more = jnp.clip(left - (jnp.cumsum(rest, dtype=jnp.int32) - rest), 0, rest)
-    more = jnp.where(first > 0, more, 0)
     return jnp.zeros_like(want).at[order].set(first + more)
 
 
