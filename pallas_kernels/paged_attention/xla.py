@@ -5,10 +5,10 @@ Queries are cut into tiles of one request each, and the keys of a tile are walke
 keep short requests from waiting for long ones. Tiles are sorted by how many chunks they have, longest first; the
 tiles that have a j-th chunk are then the first `active[j]` of them, and the work
 
-          chunk 0   1   2   3        one loop iteration: `GROUP` neighbouring tiles, one chunk each
+          chunk 0   1   2   3        one loop iteration: a group of neighbouring tiles, one chunk each
     tile A   x  x | x | x | x        the loop goes down the columns, column after column
     tile B   x  x | x | x
-    tile C   x  x                    iterations: sum over j of ceil(active[j] / GROUP)
+    tile C   x  x                    iterations: sum over j of ceil(active[j] / group)
 
 is covered by the fewest groups. A group is a slice, not a gather. Each tile sees its chunks in order, at fixed
 boundaries, so its result does not depend on the tiles beside it.
@@ -24,10 +24,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-#: Keys walked at a time, and tiles in a group: an iteration's keys and values stay in a core's cache, and its
-#: products are large enough to be worth calling. Measured on 2 CPU cores; see ARCHITECTURE.md.
+#: Keys walked at a time, and tiles in a group (of one query, of several): what an iteration reads stays in a core's
+#: cache, and its operations are too small to be split over cores, which costs more here than it saves. Measured on
+#: 2 CPU cores; see ARCHITECTURE.md.
 CHUNK = 64
-GROUP = 8
+GROUP_OF_ONE = 2
+GROUP_OF_SEVERAL = 4
 #: Queries in a tile where rows may bring many tokens (a prefill chunk).
 TILE = 16
 
@@ -63,7 +65,7 @@ def _attend(
     rows, max_pages = page_table.shape
     kv_heads, page_size = k_pages.shape[2:4]
     shared_heads = heads // kv_heads
-    group = min(GROUP, num_tiles)
+    group = min(GROUP_OF_ONE if tile == 1 else GROUP_OF_SEVERAL, num_tiles)
 
     # A chunk is some whole pages, or a whole part of one page.
     if page_size <= CHUNK:
