@@ -307,7 +307,8 @@ class LLM:
         config, model = self.config, self.model_config
         return (
             f"LLM({self.model!r}, {model.num_parameters / 1e6:.0f}M parameters, {config.dtype}, "
-            f"{config.num_pages} pages of {config.page_size} tokens, {config.max_num_seqs} slots, max_model_len={config.max_model_len})"
+            f"{config.num_pages} pages of {config.page_size} tokens, {config.max_num_seqs} slots, "
+            f"max_model_len={config.max_model_len})"
         )
 
 
