@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -85,6 +85,12 @@ class EngineConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             allowed = f"an integer of at least {least}" + (" or None" if optional else "")
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+    def for_platform(self, platform: str) -> EngineConfig:
+        """This with what depends on the platform ("cpu", "gpu") filled in: `dtype` and `steps_per_burst`."""
+        on_cpu = platform == "cpu"
+        dtype = self.dtype if self.dtype != "auto" else "float32" if on_cpu else "bfloat16"
+        return replace(self, dtype=dtype, steps_per_burst=self.steps_per_burst or (1 if on_cpu else 8))
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -146,11 +146,7 @@ class Engine:
 
     def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, int, int]:
         """`config` with nothing left open, its `num_pages` and its `max_model_len`."""
-        model, on_cpu = self.model_config, jax.default_backend() == "cpu"
-        if config.dtype == "auto":
-            config = replace(config, dtype="float32" if on_cpu else "bfloat16")
-        if config.steps_per_burst is None:
-            config = replace(config, steps_per_burst=1 if on_cpu else 8)
+        model, config = self.model_config, config.for_platform(jax.default_backend())
         if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
             raise ValueError(
                 f"max_model_len {config.max_model_len} is more than the {model.max_position_embeddings} tokens that "

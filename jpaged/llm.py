@@ -76,15 +76,10 @@ class LLM:
         chat_template: str | None = None,
         **sizes: Any,
     ):
-        config = replace(config or EngineConfig(), **sizes)
+        config = replace(config or EngineConfig(), **sizes).for_platform(jax.default_backend())
         checkpoint = load_checkpoint(resolve(model))
-        on_cpu = jax.default_backend() == "cpu"
-        if config.dtype == "auto":
-            config = replace(config, dtype="float32" if on_cpu else "bfloat16")
-        # On a CPU a scan over stacked layers copies the weights of each; elsewhere it saves compile time.
-        decoder, params = load_decoder(
-            checkpoint.config, checkpoint.parameters(config.dtype), jnp.dtype(config.dtype), stacked=not on_cpu
-        )
+        dtype = config.dtype
+        decoder, params = load_decoder(checkpoint.config, checkpoint.parameters(dtype), jnp.dtype(dtype))
         self.model = str(model)
         self.tokenizer = tokenizer or Tokenizer.load(checkpoint.tokenizer_source, chat_template=chat_template)
         # As in vLLM, the tokenizer's end-of-sequence token counts beside those of the configuration.

@@ -15,15 +15,16 @@ def run_job(job: BenchJob) -> Outcome:
     if job.threads is not None:
         use_cores(job.threads)  # before JAX is imported: it starts one thread a core
     quiet_start()
+    import jax
     from tqdm import tqdm
 
-    from jpaged.bench.run import load, resolve_dtype, run_engine
+    from jpaged.bench.run import load, run_engine
     from jpaged.config import EngineConfig
 
     def bar(name: str, total: int) -> tqdm:
         return tqdm(total=total, desc=name, unit="tok", file=sys.stderr, dynamic_ncols=True)
 
-    config = resolve_dtype(EngineConfig(**job.config))
+    config = EngineConfig(**job.config).for_platform(jax.default_backend())
     say(f"{job.engine}: loading {job.model}")
     loaded = load(job.model, config.dtype)
     return run_engine(

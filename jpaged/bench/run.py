@@ -28,13 +28,6 @@ from jpaged.models.llama import load_decoder
 from jpaged.models.loading import load_checkpoint, resolve
 
 
-def resolve_dtype(config: EngineConfig) -> EngineConfig:
-    """`config` with a dtype in place of "auto"."""
-    if config.dtype != "auto":
-        return config
-    return replace(config, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
-
-
 def fit_config(config: EngineConfig, workload: Workload) -> EngineConfig:
     """`config` with a `max_model_len`: where it has none, that of the longest request, in whole pages.
 
@@ -82,12 +75,7 @@ def load(name: str, dtype: str) -> Model:
         ValueError: there is no such model, or it is not whole.
     """
     checkpoint = load_checkpoint(resolve(name))
-    decoder, params = load_decoder(
-        checkpoint.config,
-        checkpoint.parameters(dtype),
-        jnp.dtype(dtype),
-        stacked=jax.default_backend() != "cpu",
-    )
+    decoder, params = load_decoder(checkpoint.config, checkpoint.parameters(dtype), jnp.dtype(dtype))
     return Model(decoder, params, checkpoint.config)
 
 
@@ -133,7 +121,7 @@ def run_engine(
         say: gets a line of text when something that takes a while begins.
         bar: given a name and the number of tokens to come, a context whose value has `update(tokens)`.
     """
-    config = fit_config(resolve_dtype(config), workload)
+    config = fit_config(config.for_platform(jax.default_backend()), workload)
     rows = batch_size if kind == "static" and batch_size is not None else config.max_num_seqs
     engine, sizes = make_engine(kind, loaded, config, rows=rows)
     say(f"{kind}: compiling")

@@ -189,13 +189,17 @@ def abstract_decoder(config: ModelConfig, dtype: Any, *, stacked: bool) -> tuple
 
 
 def load_decoder(
-    config: ModelConfig, named: Iterable[tuple[str, np.ndarray]], dtype: Any, *, stacked: bool
+    config: ModelConfig, named: Iterable[tuple[str, np.ndarray]], dtype: Any, *, stacked: bool | None = None
 ) -> tuple[LlamaDecoder, nnx.State]:
     """A decoder with the parameters of `named`: (name, array) for every name of `parameter_shapes`, in any order.
+
+    Args:
+        stacked: see `Llama`; None: stacked except on a CPU.
 
     Raises:
         ValueError: for a name that is unknown, missing or given twice, or an array of another shape.
     """
+    stacked = jax.default_backend() != "cpu" if stacked is None else stacked
     decoder, abstract = abstract_decoder(config, dtype, stacked=stacked)
     shapes = parameter_shapes(config)
     stacks: dict[str, np.ndarray] = {}

@@ -11,7 +11,7 @@ from support.checkpoint_files import write_hf
 from support.stubs import ScriptDecoder
 
 from jpaged.bench.compare import make_report
-from jpaged.bench.run import fit_config, make_engine, resolve_dtype, run_engine
+from jpaged.bench.run import fit_config, make_engine, run_engine
 from jpaged.bench.workload import Workload, WorkloadRequest, synthetic_workload
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
@@ -130,7 +130,7 @@ def test_the_length_follows_the_workload_unless_it_is_given():
 
 
 def test_an_engine_of_just_this_config_is_used_again(loaded):
-    assert resolve_dtype(replace(CONFIG, dtype="auto")) == CONFIG == loaded.engine.config
+    assert replace(CONFIG, dtype="auto").for_platform("cpu") == CONFIG == loaded.engine.config
     assert make_engine("continuous", loaded, CONFIG, rows=3)[0]._engine is loaded.engine
     other = make_engine("continuous", loaded, replace(CONFIG, num_pages=30), rows=3)[0]._engine
     assert other is not loaded.engine
