@@ -66,11 +66,11 @@ def assert_golden(found, cases=CASES):
 
 
 def test_messages_and_texts_become_the_same_tokens_and_text():
-    """The tokenizer, the template, unrolled layers and the text that comes out, through the public API."""
+    """The tokenizer, the template, unrolled layers, pages of 64 and the text that comes out, through the public API."""
     chats = [c for c in CASES if "messages" in c]
     texts = [c for c in CASES if "messages" not in c]
     assert chats and texts
-    config = replace(CONFIG, num_pages=None, pool_bytes=200_000_000, max_model_len=None)
+    config = replace(CONFIG, page_size=64, num_pages=None, pool_bytes=200_000_000, max_model_len=None)
     with LLM("smollm2-135m", config=config) as llm:
         params = [[SamplingParams(temperature=0, max_tokens=c["max_tokens"]) for c in some] for some in (chats, texts)]
         answers = llm.chat([c["messages"] for c in chats], params[0], use_tqdm=False)
@@ -106,12 +106,11 @@ def test_in_reverse_with_pages_of_one_token_and_a_budget_of_16(model):
     assert_golden(run(Engine(*model, config), requests_of(CASES[::-1])))
 
 
-def test_preemption_with_pages_of_64_and_bursts(model):
+def test_preemption_and_bursts(model):
     """The pool holds hardly more than the longest request: requests are thrown out and start again."""
     config = replace(
-        CONFIG, page_size=64, num_pages=-(-LONGEST // 64) + 1, max_num_batched_tokens=64, token_budgets=(16, 64),
-        steps_per_burst=3,
-    )  # fmt: skip
+        CONFIG, num_pages=-(-LONGEST // 16) + 4, max_num_batched_tokens=64, token_budgets=(16, 64), steps_per_burst=3
+    )
     engine = Engine(*model, config)
     assert_golden(run(engine, requests_of(CASES)))
     assert engine.stats().preemptions > 0
