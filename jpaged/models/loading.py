@@ -180,7 +180,7 @@ def _load_huggingface(source: HuggingFaceSource) -> Checkpoint:
     names = {role: prefix + name for role, name in _HF_NAMES.items()}
     # the flag decides, as in transformers; a head that is stored as well is compared when weights are read
     spare = names["head"] if config.tie_word_embeddings and names["head"] in source.names() else None
-    plan = _plan(config, names, interleaved=False)
+    plan = _plan(source, config, names, interleaved=False)
     harmless = {name for name in source.names() if _HARMLESS.fullmatch(name)}
     _check(source, plan, harmless, {} if spare is None else {spare: (config.vocab_size, config.hidden_size)})
     return Checkpoint(source, config, source.path, plan, spare)
@@ -200,7 +200,7 @@ def _load_gguf(source: GGUFSource) -> Checkpoint:
         raise ValueError(f"{source.path}: {error}") from error
     tied = _GGUF_NAMES["head"] not in source.names()
     config = dataclasses.replace(config, tie_word_embeddings=tied)
-    plan = _plan(config, _GGUF_NAMES, interleaved=True)
+    plan = _plan(source, config, _GGUF_NAMES, interleaved=True)
     _check(source, plan, {_GGUF_ROPE_FACTORS}, {})
     tokenizer = {key: value for key, value in source.metadata.items() if key.startswith("tokenizer.")}
     return Checkpoint(source, config, tokenizer, plan)
@@ -228,7 +228,7 @@ def _load_canonical(source: TensorSource) -> Checkpoint:
         raise ValueError(f"the configuration in {source.path} is not of this version: {error}") from error
     plan = [
         _Parameter(p.name, p.shape, (p.name,), (p.shape,), lambda array: array)
-        for p in _plan(config, _HF_NAMES, interleaved=False)
+        for p in _plan(source, config, _HF_NAMES, interleaved=False)
     ]
     _check(source, plan, set(), {})
     files = Path(getattr(source, "files", source.path))
@@ -238,12 +238,18 @@ def _load_canonical(source: TensorSource) -> Checkpoint:
     return Checkpoint(source, config, tokenizer, plan)
 
 
-def _plan(config: ModelConfig, names: Mapping[str, str], *, interleaved: bool) -> list[_Parameter]:
-    """Every parameter of `config`, from tensors called as `names` says.
+def _plan(
+    source: TensorSource, config: ModelConfig, names: Mapping[str, str], *, interleaved: bool
+) -> list[_Parameter]:
+    """Every parameter of `config`, from tensors of `source` called as `names` says.
 
     `interleaved`: the rows of queries and keys are in the order of llama.cpp, where the two halves of a
     rotated pair are neighbours.
     """
+    if config.num_layers > len(source.names()):  # a damaged count must not become a plan of its size
+        raise ValueError(
+            f"{source.path} says that it has {config.num_layers} layers, but it stores {len(source.names())} tensors"
+        )
     hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
     kv, group, q_rows = config.num_kv_heads, config.group, config.num_heads * config.head_dim
 

@@ -337,6 +337,13 @@ def test_a_checkpoint_describes_itself(tmp_path):
     assert RopeScaling.KINDS == ("linear", "llama3")
 
 
+def test_an_absurd_number_of_layers_is_refused_before_it_is_planned(tmp_path):
+    """LD-04: a damaged count must not take the memory of two billion layers."""
+    file = write_gguf(tmp_path / "m.gguf", gguf_metadata(llama__block_count=2**31 - 1))
+    with pytest.raises(ValueError, match=r"m\.gguf says that it has 2147483647 layers, but it stores \d+ tensors"):
+        load_checkpoint(file)
+
+
 @pytest.fixture(scope="module")
 def headers(tmp_path_factory):
     """A small file of each kind, and how many of its bytes come before the weights."""
