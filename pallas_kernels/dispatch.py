@@ -22,17 +22,24 @@ class Implementation:
     platforms: tuple[str, ...] = ()
 
 
+def target_platform() -> str:
+    """What is being compiled for: "cpu", "gpu", ...: that of the mesh in use, where it describes a device (ahead of
+    time compilation for a card that is not here); else JAX's default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device is not None else jax.default_backend()
+
+
 def choose(
     operation: str, implementations: Sequence[Implementation], name: str = "auto", platform: str | None = None
 ) -> Callable:
-    """Returns the function of the implementation called `name` on `platform` (default: JAX's default backend).
+    """Returns the function of the implementation called `name` on `platform` (default: `target_platform`).
 
     `implementations` are in order of preference, for "auto".
 
     Raises:
         ValueError: for an unknown name, or one that does not run on the platform; both are named.
     """
-    platform = platform or jax.default_backend()
+    platform = platform or target_platform()
     for implementation in implementations:
         fits = not implementation.platforms or platform in implementation.platforms
         if name == "auto" and fits:

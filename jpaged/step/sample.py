@@ -41,22 +41,25 @@ def sample(logits: jax.Array, inputs: SampleInputs) -> tuple[jax.Array, jax.Arra
         could be sampled, `[rows]` bool: not where a logit is NaN or +inf or all are -inf.
     """
     rows, vocab = logits.shape
-    top = jnp.max(logits, axis=-1)
+    # A decoder that computes columns has them still: transposed twice is not transposed at all.
+    columns = logits.T
+    top = jnp.max(columns, axis=0)
 
-    row = jnp.arange(rows)[:, None]
     inside = (inputs.banned >= 0) & (inputs.banned < vocab)
-    allowed = logits.at[row, jnp.where(inside, inputs.banned, vocab)].set(-jnp.inf, mode="drop")
+    row = jnp.arange(rows)[:, None]
+    allowed = columns.at[jnp.where(inside, inputs.banned, vocab), row].set(-jnp.inf, mode="drop")
 
     # The maximum is NaN if any logit is; after the bans something must be left to choose.
-    healthy = jnp.isfinite(top) & jnp.isfinite(jnp.max(allowed, axis=-1))
-    greedy = _first_largest(allowed)
+    best = jnp.max(allowed, axis=0)
+    healthy = jnp.isfinite(top) & jnp.isfinite(best)
+    greedy = _first_of(allowed, best)
     token = jax.lax.cond(
         jnp.any(inputs.temperature > 0),
-        lambda: jnp.where(inputs.temperature > 0, _draw(allowed, inputs), greedy),
+        lambda: jnp.where(inputs.temperature > 0, _draw(allowed.T, inputs), greedy),
         lambda: greedy,
     )
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    logprob = chosen - top - jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1))
+    chosen = jnp.take_along_axis(columns, token[None], axis=0)[0]
+    logprob = chosen - top - jnp.log(jnp.sum(jnp.exp(columns - top), axis=0))
     return token, logprob, healthy
 
 
@@ -78,15 +81,15 @@ def _draw(logits: jax.Array, inputs: SampleInputs) -> jax.Array:
     def noise(seed, position):
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
 
-    return _first_largest(scaled + jax.vmap(noise)(inputs.seed, inputs.position))
+    noisy = (scaled + jax.vmap(noise)(inputs.seed, inputs.position)).T
+    return _first_of(noisy, jnp.max(noisy, axis=0))
 
 
-def _first_largest(values: jax.Array) -> jax.Array:
-    """The lowest id `[rows]` of the largest of `values` `[rows, vocab]`. Two plain reductions: `argmax` is one that
-    XLA on a CPU does not vectorise. A row with a NaN gets some id of the vocabulary."""
-    ids = jnp.arange(values.shape[1], dtype=jnp.int32)
-    largest = jnp.max(values, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(values == largest, ids, values.shape[1] - 1), axis=-1)
+def _first_of(columns: jax.Array, value: jax.Array) -> jax.Array:
+    """The lowest id `[rows]` where a column of `[vocab, rows]` has `value` `[rows]`; some id where it has it nowhere,
+    as with NaN. With the maximum this is `argmax`, which XLA on a CPU does not vectorise."""
+    ids = jnp.arange(columns.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.min(jnp.where(columns == value, ids, columns.shape[0] - 1), axis=0)
 
 
 def _truncate(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

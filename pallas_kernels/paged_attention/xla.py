@@ -1,17 +1,17 @@
 """Ragged paged attention in XLA operations, for any backend.
 
-Queries are cut into tiles of one request each, and the keys of a tile are walked in chunks with an online softmax
-(Milakov and Gimelshein 2018, as in FlashAttention), so that memory is bounded by the tiles. What is left is to
-keep short requests from waiting for long ones. Tiles are sorted by how many chunks they have, longest first; the
-tiles that have a j-th chunk are then the first `active[j]` of them, and the work
+Queries are cut into tiles of one request each. Tiles are sorted by how many keys they see, longest first, and walk
+them in chunks with an online softmax (Milakov and Gimelshein 2018, as in FlashAttention), a group of neighbours at
+a time, which have about as far to go:
 
-          chunk 0   1   2   3        one loop iteration: a group of neighbouring tiles, one chunk each
-    tile A   x  x | x | x | x        the loop goes down the columns, column after column
-    tile B   x  x | x | x
-    tile C   x  x                    iterations: sum over j of ceil(active[j] / group)
+                       chunk 0   1   2   3
+    group 0   tile A         x | x | x | x        a loop over groups; in it a loop over chunks, as many as the
+              tile B         x | x | x | .        longest of the group has
+    group 1   tile C         x | x
+              tile D         x | .
 
-is covered by the fewest groups. A group is a slice, not a gather. Each tile sees its chunks in order, at fixed
-boundaries, so its result does not depend on the tiles beside it.
+Memory is bounded by the group: it grows neither with the pool nor with the context. Each tile sees its chunks in
+order, at fixed boundaries, so its result does not depend on the tiles beside it.
 
 Rows with one query (decoding) and rows with more (prefill chunks) are walked apart: a tile of 16 queries is a waste
 for one, and a tile of one reads the keys again for every query.
@@ -24,9 +24,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-#: Keys walked at a time, and tiles in a group (of one query, of several): what an iteration reads stays in a core's
-#: cache, and its operations are too small to be split over cores, which costs more here than it saves. Measured on
-#: 2 CPU cores; see ARCHITECTURE.md.
+from pallas_kernels.dispatch import target_platform
+
+#: Keys walked at a time, and on a CPU tiles in a group (of one query, of several): what an iteration reads stays in a
+#: core's cache, and its operations are too small to be split over cores, which costs more than it saves. Measured on
+#: 2 cores; see ARCHITECTURE.md. Elsewhere all tiles are one group: a GPU asks the host before each iteration.
 CHUNK = 64
 GROUP_OF_ONE = 2
 GROUP_OF_SEVERAL = 4
@@ -44,28 +46,33 @@ def paged_attention_xla(
     """See `paged_attention`. Temporary memory grows with tokens, heads and rows, not with pages or lengths."""
     tokens, rows = queries.shape[0], kv_len.shape[0]
     count = query_start[1:] - query_start[:-1]
-    shared = (queries, k_pages, v_pages, layer, page_table, query_start, kv_len)
-    options = (scale, sliding_window, soft_cap)
+    attend = partial(
+        _attend, queries, k_pages, v_pages, layer, page_table, query_start, kv_len, scale, sliding_window, soft_cap
+    )
+    nothing = jnp.zeros_like(queries)
     if tokens <= rows:
-        return _attend(*shared, count, 1, tokens, *options)
+        return attend(count, 1, tokens, nothing)
     tile = min(TILE, tokens)
-    alone = _attend(*shared, jnp.where(count == 1, count, 0), 1, rows, *options)
+    alone = attend(jnp.where(count == 1, count, 0), 1, rows, nothing)
     # A row of several queries has at most one tile that is not full.
     most = tokens // tile + min(rows, tokens // 2)
-    several = _attend(*shared, jnp.where(count > 1, count, 0), tile, most, *options)
-    return alone + several
+    return attend(jnp.where(count > 1, count, 0), tile, most, alone)
 
 
 def _attend(
-    queries, k_pages, v_pages, layer, page_table, query_start, kv_len, count, tile, num_tiles, scale, sliding_window,
-    soft_cap,
+    queries, k_pages, v_pages, layer, page_table, query_start, kv_len, scale, sliding_window, soft_cap, count, tile,
+    num_tiles, result,
 ) -> jax.Array:  # fmt: skip
-    """Attention of the first `count[r]` queries of each row, all or none of them; zero for other tokens."""
+    """`result` `[tokens, heads, head_dim]` with the attention of the first `count[r]` queries of each row, all of a
+    row's or none; the rest of it is left."""
     tokens, heads, head_dim = queries.shape
     rows, max_pages = page_table.shape
     kv_heads, page_size = k_pages.shape[2:4]
     shared_heads = heads // kv_heads
-    group = min(GROUP_OF_ONE if tile == 1 else GROUP_OF_SEVERAL, num_tiles)
+    group = num_tiles
+    if target_platform() == "cpu":
+        group = min(GROUP_OF_ONE if tile == 1 else GROUP_OF_SEVERAL, num_tiles)
+    num_groups = -(-num_tiles // group)
 
     # A chunk is some whole pages, or a whole part of one page.
     if page_size <= CHUNK:
@@ -74,13 +81,12 @@ def _attend(
         pages_per_chunk, part = 1, next(d for d in range(CHUNK, 0, -1) if page_size % d == 0)
     parts_per_page = page_size // part
     chunk = pages_per_chunk * part
-    max_chunks = -(-max_pages * page_size // chunk)
     page_table = jnp.pad(page_table, ((0, 0), (0, -max_pages % pages_per_chunk)))
 
     # Cut rows into tiles. Tile i belongs to the row whose tiles end after i; comparing with all is one pass.
     tiles = -(-count // tile)
     tile_end = jnp.cumsum(tiles, dtype=jnp.int32)
-    index = jnp.arange(num_tiles, dtype=jnp.int32)
+    index = jnp.arange(num_groups * group, dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(index[:, None] >= tile_end, axis=1, dtype=jnp.int32), rows - 1)
     offset = (index - (tile_end - tiles)[row]) * tile
     length = jnp.where(index < tile_end[-1], jnp.clip(count[row] - offset, 0, tile), 0)
@@ -91,100 +97,78 @@ def _attend(
         begin = jnp.maximum(first_position - sliding_window + 1, 0) // chunk
     num_chunks = jnp.where(length > 0, (first_position + length + chunk - 1) // chunk - begin, 0)
 
-    order = jnp.argsort(-num_chunks, stable=True).astype(jnp.int32)
+    # Neighbours walk together, so let them be of one length.
+    order = jnp.argsort(-num_chunks, stable=True)
     row, first_query, first_position, begin, length, num_chunks = (
-        a[order] for a in (row, first_query, first_position, begin, length, num_chunks)
+        array[order].reshape(num_groups, group)
+        for array in (row, first_query, first_position, begin, length, num_chunks)
     )
-    tile_pages = page_table[row]
-    query_index = first_query[:, None] + jnp.arange(tile, dtype=jnp.int32)
-    tiled = queries.at[query_index].get(mode="clip")  # [tiles, tile, heads, head_dim]
-    tiled = tiled.reshape(num_tiles, tile, kv_heads, shared_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    tiled = tiled.reshape(num_tiles, kv_heads, shared_heads * tile, head_dim)
-    tiled = tiled * jnp.asarray(scale, queries.dtype)
 
-    # The order of the walk: after which iteration each column of chunks is done.
-    active = jnp.sum(num_chunks > jnp.arange(max_chunks, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-    column_end = jnp.cumsum(-(-active // group), dtype=jnp.int32)
-    total = column_end[-1]
-
-    def load(pages, where, token):  # -> [group * pages_per_chunk, kv_heads, part, head_dim]
+    def load(pages, where, offset):  # -> [group, pages_per_chunk, kv_heads, part, head_dim]
         zero = jnp.zeros_like(where)
         return jax.lax.gather(
             pages,
-            jnp.stack([jnp.full_like(where, layer), where, zero, token], axis=-1),
+            jnp.stack([jnp.full_like(where, layer), where, zero, offset], axis=-1),
             jax.lax.GatherDimensionNumbers(
-                offset_dims=(1, 2, 3), collapsed_slice_dims=(0, 1), start_index_map=(0, 1, 2, 3)
+                offset_dims=(2, 3, 4), collapsed_slice_dims=(0, 1), start_index_map=(0, 1, 2, 3)
             ),
             slice_sizes=(1, 1, kv_heads, part, head_dim),
             mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
         )
 
-    def arrange(pages):
-        pages = pages.reshape(group, pages_per_chunk, kv_heads, part, head_dim).transpose(0, 2, 1, 3, 4)
-        return pages.reshape(group, kv_heads, chunk, head_dim)
+    def walk_group(index, result):
+        of_group = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+        tile_pages = page_table[of_group(row)]
+        position, chunks, first_chunk = of_group(first_position), of_group(num_chunks), of_group(begin)
+        end = position + of_group(length)
+        in_tile = jnp.arange(tile, dtype=jnp.int32)
+        query_position = position[:, None, None] + in_tile[:, None]
+        token = of_group(first_query)[:, None] + in_tile
+        # Loaded here, and not for all tiles at once: XLA on a CPU would fuse what computes the queries into it.
+        q = queries.at[token].get(mode="clip").reshape(group, tile, kv_heads, shared_heads, head_dim)
+        q = q.transpose(0, 2, 3, 1, 4).reshape(group, kv_heads, shared_heads * tile, head_dim)
 
-    def walk(carry):
-        iteration, top, norm, out = carry
-        column = jnp.sum(iteration >= column_end, dtype=jnp.int32)
-        start = (iteration - jnp.where(column > 0, column_end[column - 1], 0)) * group
-        # A slice is moved up where it would pass the end: tiles it repeats there are masked.
-        at = jnp.minimum(start, num_tiles - group)
-        fresh = at + jnp.arange(group, dtype=jnp.int32) >= start
+        def walk(carry):
+            column, top, norm, out = carry
+            chunk_index = first_chunk + column
+            columns = (chunk_index // parts_per_page * pages_per_chunk)[:, None]
+            columns = columns + jnp.arange(pages_per_chunk, dtype=jnp.int32)
+            where = jnp.take_along_axis(tile_pages, columns, axis=1, mode="clip")
+            offset = jnp.broadcast_to((chunk_index % parts_per_page * part)[:, None], where.shape)
+            key_position = chunk_index[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
+            visible = (key_position < end[:, None]) & (column < chunks)[:, None]
+            # Keys are turned while they are copied: the product would take longer to do that.
+            k = load(k_pages, where, offset).transpose(0, 2, 4, 1, 3).reshape(group, kv_heads, head_dim, chunk)
+            v = load(v_pages, where, offset).transpose(0, 2, 1, 3, 4).reshape(group, kv_heads, chunk, head_dim)
+            # Unused slots of a page can hold anything. A score of NaN is replaced below, but 0 times NaN is NaN.
+            v = jnp.where(visible[:, None, :, None], v, 0)
 
-        def take(array):
-            return jax.lax.dynamic_slice_in_dim(array, at, group)
+            scores = jnp.einsum("gkqd,gkdc->gkqc", q, k, preferred_element_type=jnp.float32) * scale
+            if soft_cap is not None:
+                scores = soft_cap * jnp.tanh(scores / soft_cap)
+            seen = visible[:, None] & (key_position[:, None] <= query_position)  # [group, tile, chunk]
+            if sliding_window is not None:
+                seen &= key_position[:, None] > query_position - sliding_window
+            seen = jnp.tile(seen, (1, shared_heads, 1))[:, None]
+            scores = jnp.where(seen, scores, _MASKED)
 
-        chunk_index = take(begin) + column
-        columns = (chunk_index // parts_per_page * pages_per_chunk)[:, None]
-        columns = columns + jnp.arange(pages_per_chunk, dtype=jnp.int32)
-        where = jnp.take_along_axis(take(tile_pages), columns, axis=1, mode="clip").reshape(-1)
-        token = jnp.repeat(chunk_index % parts_per_page * part, pages_per_chunk)
-        key_position = chunk_index[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        last = take(first_position) + take(length)
-        visible = (key_position < last[:, None]) & (fresh & (take(num_chunks) > column))[:, None]
-        # Unused slots of a page can hold anything. A score of NaN is replaced below, but 0 times NaN is NaN.
-        v = jnp.where(visible.reshape(-1, 1, part, 1), load(v_pages, where, token), 0)
-        k, v = arrange(load(k_pages, where, token)), arrange(v)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+            weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
+            keep = jnp.exp(top - new_top)
+            values = jnp.einsum("gkqc,gkcd->gkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            return column + 1, new_top, norm * keep + jnp.sum(weights, axis=-1), out * keep[..., None] + values
 
-        scores = jnp.einsum("gkqd,gkcd->gkqc", take(tiled), k, preferred_element_type=jnp.float32)
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        position = take(first_position)[:, None, None] + jnp.arange(tile, dtype=jnp.int32)[:, None]
-        seen = visible[:, None] & (key_position[:, None] <= position)  # [group, tile, chunk]
-        if sliding_window is not None:
-            seen &= key_position[:, None] > position - sliding_window
-        seen = jnp.tile(seen, (1, shared_heads, 1))[:, None]
-        scores = jnp.where(seen, scores, _MASKED)
+        start = (
+            jnp.int32(0),
+            jnp.full(q.shape[:-1], _MASKED, jnp.float32),
+            jnp.zeros(q.shape[:-1], jnp.float32),
+            jnp.zeros(q.shape, jnp.float32),
+        )
+        _, _, norm, out = jax.lax.while_loop(lambda carry: carry[0] < chunks[0], walk, start)
+        out = (out / jnp.where(norm > 0, norm, 1)[..., None]).astype(queries.dtype)
+        out = out.reshape(group, kv_heads, shared_heads, tile, head_dim).transpose(0, 3, 1, 2, 4)
+        out = out.reshape(group, tile, heads, head_dim)
+        token = jnp.where(in_tile < (end - position)[:, None], token, tokens)
+        return result.at[token].set(out, mode="drop", unique_indices=True)
 
-        old_top = take(top)
-        new_top = jnp.maximum(old_top, jnp.max(scores, axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
-        keep = jnp.exp(old_top - new_top)
-        new_norm = take(norm) * keep + jnp.sum(weights, axis=-1)
-        values = jnp.einsum("gkqc,gkcd->gkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        new_out = take(out) * keep[..., None] + values
-
-        def put(array, part_of_it):
-            return jax.lax.dynamic_update_slice_in_dim(array, part_of_it, at, 0)
-
-        return iteration + 1, put(top, new_top), put(norm, new_norm), put(out, new_out)
-
-    shape = (num_tiles, kv_heads, shared_heads * tile)
-    carry = (
-        jnp.int32(0),
-        jnp.full(shape, _MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, head_dim), jnp.float32),
-    )
-    _, _, norm, out = jax.lax.while_loop(lambda c: c[0] < total, walk, carry)
-
-    # Back to the packed order: each token reads its place in its tile.
-    out = out / jnp.where(norm > 0, norm, 1)[..., None]
-    out = out.reshape(num_tiles, kv_heads, shared_heads, tile, head_dim).astype(queries.dtype)
-    packed = jnp.arange(tokens, dtype=jnp.int32)
-    token_row = jnp.minimum(jnp.sum(packed[:, None] >= query_start[1:], axis=1, dtype=jnp.int32), rows - 1)
-    in_row = packed - query_start[token_row]
-    tile_of_token = (tile_end - tiles)[token_row] + in_row // tile
-    place = jnp.argsort(order)[jnp.minimum(tile_of_token, num_tiles - 1)]
-    result = out[place, :, :, in_row % tile].reshape(tokens, heads, head_dim)
-    return jnp.where((in_row < count[token_row])[:, None, None], result, 0)
+    return jax.lax.fori_loop(0, num_groups, walk_group, result)
