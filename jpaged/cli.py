@@ -82,7 +82,7 @@ def bench(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Cores to run on; by default all.")] = None,
     check: Annotated[bool, typer.Option(help="With both engines: token ids must be identical.")] = True,
-    breakdown: Annotated[bool, typer.Option(help="Also time the products with the weights alone.")] = False,
+    breakdown: Annotated[bool, typer.Option(help="Also profile a second run: where its time goes.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw page occupancy over the steps there.")] = None,
 ) -> None:

@@ -234,6 +234,14 @@ class Engine:
         """Programs compiled so far. After `warmup` it never grows."""
         return len(self._programs) + len(self._helpers)
 
+    def program_text(self, budget: int) -> str:
+        """The compiled program of a token budget, as HLO text."""
+        return self._program(budget).as_text()
+
+    def burst_steps(self, budget: int) -> int:
+        """Steps that a burst of that token budget runs."""
+        return self._steps(self.config, budget)
+
     # -- requests in
 
     def check(self, request: Request) -> None:

@@ -184,6 +184,14 @@ class StaticEngine:
             self.compile_seconds += time.perf_counter() - start
         return self._programs[name]
 
+    def program_text(self, budget: int) -> str:
+        """The program whose steps compute `budget` tokens, as HLO text; it must be compiled already."""
+        return self._programs["decode" if budget == self.batch_size else "prefill"].as_text()
+
+    def burst_steps(self, budget: int) -> int:
+        """Steps of a burst: always one."""
+        return 1
+
     def _next_batch(self) -> None:
         rows = Submission.empty(self.batch_size, self.page_size)
         self._size = min(self.batch_size, len(self._pending))
@@ -218,6 +226,13 @@ class StaticEngine:
         if not self._running:
             self._pool, self._state = self._state.pool, None
         return events
+
+    def abort_all(self) -> None:
+        """Gives everything up, waiting or running."""
+        self._pending.clear()
+        self._running.clear()
+        if self._state is not None:
+            self._pool, self._state = self._state.pool, None
 
     def _useful_tokens(self, chunk: int) -> int:
         lengths = [len(request.prompt_token_ids) for request in self._running.values()]

@@ -7,9 +7,11 @@ that were returned, and only those of requests that were completed.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,11 +30,14 @@ class ServingEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
-    def history(self) -> Iterable[Any]: ...
+    def history(self) -> Sequence[Any]: ...
     def warmup(self) -> None: ...
     def submit(self, request: Request) -> None: ...
     def burst(self) -> Iterable[Any]: ...
     def stats(self) -> Any: ...
+    def abort_all(self) -> None: ...
+    def burst_steps(self, budget: int) -> int: ...
+    def program_text(self, budget: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,12 @@ class Measurement:
     def output_tokens(self) -> int:
         return sum(len(ids) for ids in self.token_ids.values())
 
+    @property
+    def token_ids_sha256(self) -> str:
+        """Hex digest of `{request id: [token id, ...]}` as JSON with sorted keys, in Python's default spacing."""
+        ids = {key: list(ids) for key, ids in self.token_ids.items()}
+        return hashlib.sha256(json.dumps(ids, sort_keys=True).encode()).hexdigest()
+
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         data["history"] = {f.name: [getattr(s, f.name) for s in self.history] for f in fields(StepSample)}
@@ -114,7 +125,7 @@ class EngineAdapter:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.name = name
-        self._engine = engine
+        self.engine = engine
         self._page_size = page_size
         self._clock = clock
         self._sleep = sleep
@@ -123,18 +134,18 @@ class EngineAdapter:
         """Compiles all programs, then runs one request with a prompt of the longest length: the first call of a
         program touches memory that later ones find touched. The prompt is of nothing but token 0, so that no
         prompt of the workload is found computed already."""
-        self._engine.warmup()
+        self.engine.warmup()
         longest = max(len(r.prompt_token_ids) for r in workload.requests)
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         try:
-            self._engine.submit(Request("warmup", (0,) * longest, params))
+            self.engine.submit(Request("warmup", (0,) * longest, params))
         except ValueError:  # the run will say so, of the request that is too long
             return
-        while self._engine.has_work:
-            self._engine.burst()
+        while self.engine.has_work:
+            self.engine.burst()
 
     def run(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Measurement:
-        engine, clock = self._engine, self._clock
+        engine, clock = self.engine, self._clock
         if engine.has_work:
             raise RuntimeError(f"{self.name} still has requests from before; a run must start with none")
         before, programs = engine.stats(), engine.num_programs

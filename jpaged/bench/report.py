@@ -89,6 +89,7 @@ class RunResult:
     failures: dict[str, str]
     prompt_tokens: int  # of all requests
     output_tokens: int  # of the completed ones
+    token_ids_sha256: str  # of those tokens, to compare with other engines: see `Measurement.token_ids_sha256`
     output_tokens_per_s: float
     wall_s: float
     compile_s: float
@@ -129,6 +130,7 @@ class RunResult:
             failed_requests=len(measured.failures),
             failures=dict(measured.failures),
             prompt_tokens=prompt_tokens,
+            token_ids_sha256=measured.token_ids_sha256,
             output_tokens=measured.output_tokens,
             output_tokens_per_s=measured.output_tokens / measured.wall_s,
             wall_s=measured.wall_s,
@@ -232,10 +234,13 @@ class Report:
         Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
-        """The table, and below it what is wrong with the numbers, if anything is."""
+        """The tables, and below them what is wrong with the numbers, if anything is."""
         if not console.is_terminal:  # a file or a pipe has no width of its own; 80 columns would wrap the table
             console.width = max(console.width, 120)
         console.print(self.table())
+        for run in self.runs:
+            if run.breakdown is not None:
+                console.print(breakdown_table(run.engine, run.breakdown))
         for problem in self.problems:
             console.print(f"warning: {problem}", markup=False, highlight=False, soft_wrap=True)
 
@@ -257,6 +262,37 @@ class Report:
             ratio = f"{ratios[key]:.2f}" if key in ratios else ""
             table.add_row(label, *cells, *([ratio] if compared else []))
         return table
+
+
+def breakdown_table(engine: str, breakdown: dict[str, Any]) -> Table:
+    """Where the time of a run went, from a `Breakdown` as JSON: in all, and in a step of each token budget."""
+    budgets = breakdown["profiled_by_budget"]
+    bursts = sum(profile["bursts"] for profile in budgets.values())
+    table = Table(
+        title=f"{engine}: where the time goes, in all and in a step of so many tokens (ms)",
+        title_justify="left",
+        caption=f"From XLA's profile of {bursts} bursts of a second run, by which the run takes "
+        f"{_seconds(breakdown['profiled_wall_s'])}, scaled to the measured time. Profiling makes small operations "
+        "longer, so the share outside products is an upper bound; products are long operations, so the measured run "
+        "less their time is the better estimate.",
+        caption_justify="left",
+    )
+    for column in ("", "share", "time", *(f"{budget} tok" for budget in budgets)):
+        table.add_column(column, justify="right" if column else "left")
+    for key, share in breakdown["share"].items():
+        in_steps = (_milliseconds(profile["category_step_s"][key]) for profile in budgets.values())
+        table.add_row(_CATEGORIES[key], _percent(share), _seconds(breakdown["category_s"][key]), *in_steps)
+    in_steps = (_milliseconds(profile["step_s"]) for profile in budgets.values())
+    table.add_row("all", _percent(1), _seconds(breakdown["wall_s"]), *in_steps, end_section=True)
+    for label, key in (
+        ("outside products", "outside_products_share"),
+        ("outside products with weights", "outside_weight_products_share"),
+    ):
+        table.add_row(label, _percent(breakdown[key]), _seconds(breakdown[key] * breakdown["wall_s"]))
+    rest = breakdown["outside_products_of_run_share"]
+    table.add_row("run less profiled products", _percent(rest), _seconds(rest * breakdown["wall_s"]))
+    table.add_row("steps of the run", "", "", *(_count(steps) for steps in breakdown["steps_by_budget"].values()))
+    return table
 
 
 def usable_cores() -> int:
@@ -290,6 +326,10 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s"
 
 
+def _milliseconds(value: float) -> str:
+    return f"{1000 * value:.1f}"
+
+
 def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
@@ -298,6 +338,13 @@ def _bytes(value: float) -> str:
     return f"{value / 2**30:.2f} GiB"
 
 
+_CATEGORIES = {
+    "weight_products": "products with weights",
+    "attention_products": "products of attention",
+    "attention_other": "the rest of attention",
+    "other_operations": "other operations",
+    "between": "between operations",
+}
 _ROWS = (
     ("output tokens/s", "output_tokens_per_s", lambda value: f"{value:.1f}"),
     ("output tokens", "output_tokens", _count),
@@ -319,6 +366,4 @@ _ROWS = (
     ("used of reserved", "kv_share.used_of_reserved", _percent),
     ("used of allocated", "kv_share.used_of_allocated", _percent),
     ("peak memory of the process", "peak_rss_bytes", _bytes),
-    ("time in products with weights", "breakdown.products_share", _percent),
-    ("time in everything else", "breakdown.other_share", _percent),
 )

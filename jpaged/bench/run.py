@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.baseline.static import StaticEngine
+from jpaged.bench.breakdown import break_down, check_breakdown
 from jpaged.bench.compare import Outcome
 from jpaged.bench.measure import EngineAdapter, peak_rss_bytes
-from jpaged.bench.products import break_down
 from jpaged.bench.report import RunResult
 from jpaged.bench.workload import Workload
 from jpaged.config import EngineConfig
@@ -117,28 +117,28 @@ def run_engine(
         model: the name that the report gives the model.
         batch_size: rows of the static engine; None: `max_num_seqs`.
         own_process: nothing else has run in this process, so its peak memory is the engine's.
-        breakdown: also time the products with the weights, after the run.
+        breakdown: also run the workload again and profile some of its steps; see `break_down`.
         say: gets a line of text when something that takes a while begins.
         bar: given a name and the number of tokens to come, a context whose value has `update(tokens)`.
+
+    Raises:
+        ValueError: for sizes that do not fit, or where a breakdown is asked for that cannot be made.
     """
+    if breakdown:
+        check_breakdown(workload)
     config = fit_config(config.for_platform(jax.default_backend()), workload)
     rows = batch_size if kind == "static" and batch_size is not None else config.max_num_seqs
-    engine, sizes = make_engine(kind, loaded, config, rows=rows)
+    adapter, sizes = make_engine(kind, loaded, config, rows=rows)
     say(f"{kind}: compiling")
-    engine.warmup(workload)
+    adapter.warmup(workload)
     with (bar or _no_bar)(kind, workload.output_tokens) as progress:
-        measured = engine.run(workload, progress=None if progress is None else progress.update)
-    peak = peak_rss_bytes() if own_process else None  # before the breakdown makes weights of its own
+        measured = adapter.run(workload, progress=None if progress is None else progress.update)
+    peak = peak_rss_bytes() if own_process else None  # before profiles take some
     found = None
-    if breakdown:
-        say(f"{kind}: timing the products with the weights")
-        found = break_down(
-            measured.history,
-            wall_s=measured.wall_s,
-            model=loaded.model_config,
-            dtype=config.dtype,
-            rows=rows,
-        ).to_json()
+    if breakdown and measured.history:  # there is none if every request was refused
+        with (bar or _no_bar)(f"{kind}, profiled", workload.output_tokens) as progress:
+            again = None if progress is None else progress.update
+            found = break_down(adapter.engine, workload, measured, progress=again).to_json()
     result = RunResult.of(
         measured,
         engine=kind,

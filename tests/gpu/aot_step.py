@@ -19,28 +19,27 @@ import jax
 import jax.numpy as jnp
 from support.gpu_aot import compile_for, h200
 from support.hlo import report
+from support.shapes import LLAMA_8B
 
 from jpaged.config import EngineConfig
-from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.llama import abstract_decoder
 from jpaged.step import make_state, run, step
 
-LLAMA = ModelConfig(
-    family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32,
-    num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, max_position_embeddings=131_072,
-    tie_word_embeddings=False, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
-)  # fmt: skip
 ROWS, PAGES = 64, 26_674  # the pool of an 80 GB card at 0.9: 426,784 tokens
 
 
 def measure(mesh, pages: int, budget: int, steps: int | None = None) -> dict:
-    decoder, params = abstract_decoder(LLAMA, jnp.bfloat16, stacked=True)
+    decoder, params = abstract_decoder(LLAMA_8B, jnp.bfloat16, stacked=True)
     config = EngineConfig(
         page_size=16, num_pages=pages, max_num_seqs=ROWS, max_num_batched_tokens=budget, max_model_len=8192
     )
     state = jax.eval_shape(
         lambda: make_state(
-            config, layers=LLAMA.num_layers, kv_heads=LLAMA.num_kv_heads, head_dim=LLAMA.head_dim, dtype=jnp.bfloat16
+            config,
+            layers=LLAMA_8B.num_layers,
+            kv_heads=LLAMA_8B.num_kv_heads,
+            head_dim=LLAMA_8B.head_dim,
+            dtype=jnp.bfloat16,
         )
     )
 
@@ -51,15 +50,15 @@ def measure(mesh, pages: int, budget: int, steps: int | None = None) -> dict:
 
     compiled = compile_for(mesh, function, params, state, donate_argnums=1)
     pool = state.pool
-    layer_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(params["layers"])) // LLAMA.num_layers
+    layer_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(params["layers"])) // LLAMA_8B.num_layers
     return report(compiled, pool.k.shape) | {
         "pages": pages,
         "budget": budget,
         "steps": steps,
         "pool_bytes": sum(a.size * a.dtype.itemsize for a in (pool.k, pool.v)),
         "layer_bytes": layer_bytes,
-        "logits_bytes": min(budget, ROWS) * LLAMA.vocab_size * 4,
-        "layers": LLAMA.num_layers,
+        "logits_bytes": min(budget, ROWS) * LLAMA_8B.vocab_size * 4,
+        "layers": LLAMA_8B.num_layers,
     }
 
 

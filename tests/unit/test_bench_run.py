@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.checkpoint_files import write_hf
+from support.shapes import STUB_MODEL
 from support.stubs import ScriptDecoder
 
 from jpaged.bench.compare import make_report
@@ -15,24 +16,9 @@ from jpaged.bench.run import fit_config, make_engine, run_engine
 from jpaged.bench.workload import Workload, WorkloadRequest, synthetic_workload
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
-from jpaged.models.config import ModelConfig
 
 NAN_TOKEN = 40
 STUB = ScriptDecoder(vocab=32, nan_token=NAN_TOKEN)
-SHAPE = ModelConfig(
-    family="stub",
-    vocab_size=64,
-    hidden_size=2,
-    intermediate_size=2,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=2,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-)
 CONFIG = EngineConfig(
     page_size=4, num_pages=40, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=24, dtype="float32",
     steps_per_burst=1,
@@ -43,7 +29,8 @@ KINDS = ("continuous", "static")
 @pytest.fixture(scope="module")
 def loaded():
     """The stub with an engine, which is compiled once for all tests of this file."""
-    return SimpleNamespace(decoder=STUB, params=None, model_config=SHAPE, engine=Engine(STUB, None, SHAPE, CONFIG))
+    engine = Engine(STUB, None, STUB_MODEL, CONFIG)
+    return SimpleNamespace(decoder=STUB, params=None, model_config=STUB_MODEL, engine=engine)
 
 
 def mix(count=10):
@@ -131,8 +118,8 @@ def test_the_length_follows_the_workload_unless_it_is_given():
 
 def test_an_engine_of_just_this_config_is_used_again(loaded):
     assert replace(CONFIG, dtype="auto").for_platform("cpu") == CONFIG == loaded.engine.config
-    assert make_engine("continuous", loaded, CONFIG, rows=3)[0]._engine is loaded.engine
-    other = make_engine("continuous", loaded, replace(CONFIG, num_pages=30), rows=3)[0]._engine
+    assert make_engine("continuous", loaded, CONFIG, rows=3)[0].engine is loaded.engine
+    other = make_engine("continuous", loaded, replace(CONFIG, num_pages=30), rows=3)[0].engine
     assert other is not loaded.engine
     with pytest.raises(ValueError, match="'continuous' or 'static', got 'dynamic'"):
         make_engine("dynamic", loaded, CONFIG, rows=3)
@@ -154,6 +141,8 @@ def test_the_command_runs_real_engines_in_processes_of_their_own(tmp_path):
     for run in report["runs"]:
         assert run["output_tokens"] == report["workload"]["output_tokens"]
         assert run["threads"] == 1
-        assert run["breakdown"]["products_s"] > 0
+        assert sum(run["breakdown"]["share"].values()) == pytest.approx(1)
+        assert min(run["breakdown"]["share"].values()) > 0
+        assert sum(run["breakdown"]["steps_by_budget"].values()) == run["steps"]
         assert 50 << 20 < run["peak_rss_bytes"] < 8 << 30
     assert (tmp_path / "pages.png").stat().st_size > 10_000

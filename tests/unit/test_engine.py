@@ -8,21 +8,17 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from support.shapes import STUB_MODEL
 from support.stubs import HistoryDecoder, ScriptDecoder
 
 from jpaged.baseline.static import StaticEngine
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
-from jpaged.models.config import ModelConfig
 from jpaged.request import FinishReason, Request, SamplingParams
 from jpaged.step import violations
 
 VOCAB = 32
-MODEL = ModelConfig(
-    family="stub", vocab_size=VOCAB, hidden_size=2, intermediate_size=2, num_layers=1, num_heads=1, num_kv_heads=1,
-    head_dim=2, rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=64, tie_word_embeddings=True,
-    eos_token_ids=(31,),
-)  # fmt: skip
+MODEL = replace(STUB_MODEL, vocab_size=VOCAB, eos_token_ids=(31,))
 CONFIG = EngineConfig(
     page_size=4, num_pages=24, max_num_seqs=4, max_num_batched_tokens=16, token_budgets=(4, 16), max_queue=3,
     dtype="float32",
@@ -113,10 +109,18 @@ def test_a_static_batch_waits_for_its_longest():
     static = StaticEngine(READER, (), MODEL, batch_size=2, max_model_len=64)
     for name, count in (("a", 2), ("b", 10), ("c", 1)):
         static.submit(request(name, [1, 2, 3], replace(GREEDY, max_tokens=count)))
-    drain(static)
+    tokens = drain(static)
     # One chunk of prompts, then 9 steps for b; then c's batch, which is done after its prompt.
     assert [step.scheduled_tokens for step in static.history] == [6, 2, *[1] * 8, 3]
     assert [step.budget for step in static.history] == [32, *[2] * 9, 32]
+    # Given up while one batch runs and another waits, it is ready for the next.
+    for name in ("d", "e", "f"):
+        static.submit(request(name, [4, 5]))
+    static.burst()
+    static.abort_all()
+    assert not static.has_work
+    static.submit(request("b", [1, 2, 3], replace(GREEDY, max_tokens=10)))
+    assert drain(static) == {"b": tokens["b"]}
 
 
 def test_no_mix_compiles_anything_after_warmup():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from jpaged.bench.breakdown import CATEGORIES, Breakdown, BudgetProfile
 from jpaged.bench.measure import EngineAdapter, Measurement, StepSample, first_difference, peak_rss_bytes
 from jpaged.bench.report import KVShare, Report, RunResult, Spread
 from jpaged.bench.workload import Workload, WorkloadRequest
@@ -260,10 +261,20 @@ def test_ratios_are_of_the_first_run_to_the_other():
     assert report(result(measured)).ratios == {}
 
 
+def broken_down():
+    """4 s of 3 steps of 4 tokens and one of 16: half of it in products with weights, as JSON."""
+    spent = dict(zip(CATEGORIES, (0.5, 0.125, 0.25, 0.0625, 0.0625), strict=True))
+    profiles = {
+        4: BudgetProfile(2, 2, 2.0, {c: 2 * s for c, s in spent.items()}),
+        16: BudgetProfile(1, 1, 1.0, spent),
+    }
+    return Breakdown(4.0, {4: 3, 16: 1}, profiles).to_json()
+
+
 def test_the_json_has_the_promised_keys_and_comes_back(tmp_path):
     measured, _ = measure(workload())
     runs = (
-        result(measured, "continuous", breakdown={"other_share": 0.2, "products_share": 0.8}),
+        result(measured, "continuous", breakdown=broken_down()),
         result(measured, "static"),
     )
     made = report(*runs, checked=True)
@@ -298,6 +309,30 @@ def test_the_table_compares_in_words():
     assert "continuous / static" in text
     (line,) = [line for line in text.splitlines() if "output tokens/s" in line]
     assert [word for word in line.split() if word.replace(".", "").isdigit()] == ["7.2", "3.6", "2.00"]
+
+
+def test_a_breakdown_has_a_table_of_its_own():
+    measured, _ = measure(workload())
+    out = open_null()
+    runs = result(measured, "continuous", breakdown=broken_down()), result(measured, "static")
+    report(*runs).print(Console(width=200, file=out))
+    text = out.getvalue()
+    assert "continuous: where the time goes" in text
+    assert "static: where" not in text
+    assert "Profiling makes small operations longer" in " ".join(text.split())
+
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+
+    def row(label):
+        (cells,) = [cells[1:] for cells in rows if cells and cells[0] == label]
+        return " ".join(cell for cell in cells if cell)
+
+    assert row("products with weights") == "50.0 % 2.00 s 500.0 500.0"
+    assert row("the rest of attention") == "25.0 % 1.00 s 250.0 250.0"
+    assert row("all") == "100.0 % 4.00 s 1000.0 1000.0"
+    assert row("outside products") == "37.5 % 1.50 s"
+    assert row("outside products with weights") == "50.0 % 2.00 s"
+    assert row("steps of the run") == "3 1"
 
 
 def test_peak_memory_is_that_of_this_process():

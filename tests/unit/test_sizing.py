@@ -1,8 +1,8 @@
 """The capacity arithmetic, against the numbers worked out by hand and against devices that say little."""
 
 import pytest
+from support.shapes import LLAMA_8B
 
-from jpaged.models.config import ModelConfig
 from jpaged.sizing import (
     DEFAULT_CPU_POOL_BYTES,
     DEVICE_RESERVE_BYTES,
@@ -17,20 +17,6 @@ from jpaged.sizing import (
     weight_bytes,
 )
 
-LLAMA_8B = ModelConfig(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    max_position_embeddings=131072,
-    tie_word_embeddings=False,
-)
 #: the definition of 80 GB under which the numbers of the next test hold; 80 GiB gives 467,280 tokens
 CARD_80_GB = 80 * 10**9
 

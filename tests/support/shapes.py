@@ -1,0 +1,16 @@
+"""Configurations that tests need for their sizes alone; see `tiny` for a model that runs."""
+
+from jpaged.models.config import ModelConfig, RopeScaling
+
+#: what an engine must know of the decoders in `stubs`
+STUB_MODEL = ModelConfig(
+    family="stub", vocab_size=64, hidden_size=2, intermediate_size=2, num_layers=1, num_heads=1, num_kv_heads=1,
+    head_dim=2, rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=64, tie_word_embeddings=True,
+)  # fmt: skip
+
+#: Llama 3.1 8B
+LLAMA_8B = ModelConfig(
+    family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32,
+    num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, max_position_embeddings=131_072,
+    tie_word_embeddings=False, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+)  # fmt: skip
