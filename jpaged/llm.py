@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,8 +88,11 @@ class LLM:
         shapes = replace(checkpoint.config, eos_token_ids=tuple(ends))
         self._engine: Engine | None = Engine(decoder, params, shapes, config)
         self._ids = itertools.count()
-        # One caller at a time: a second thread waits for the first one's call.
+        # Held for a burst, never between two pieces of a stream.
         self._lock = threading.Lock()
+        # Of each request in the engine, where its events go and what turns them into text.
+        self._routes: dict[str, tuple[deque[StreamEvent], _Continuation]] = {}
+        self._abandoned: deque[str] = deque()
 
     # -- generation
 
@@ -228,28 +232,65 @@ class LLM:
         return [outputs[number] for number in range(len(requests))]
 
     def _stream(self, requests: list[Request]) -> Iterator[StreamEvent]:
-        """Runs `requests` to their ends. However it is left, none of them stays in the engine."""
-        with self._lock:
-            engine = self.engine
-            open_ = {
-                request.request_id: _Continuation(number, request, self.tokenizer)
-                for number, request in enumerate(requests)
-            }
-            try:
-                for request in requests:
-                    engine.submit(request)
-                while open_:
-                    now_seen: dict[str, list[TokenEvent]] = {}
-                    for event in engine.burst():
-                        now_seen.setdefault(event.request_id, []).append(event)
-                    for name, events in now_seen.items():
-                        piece = open_[name].add(events)
-                        if piece.finished:
-                            del open_[name]
-                        yield piece
-            finally:
-                if open_:
-                    engine.abort(list(open_))
+        """Runs `requests` to their ends. However it is left, none of them stays in the engine.
+
+        Several may be open at once, in one thread or in many: the engine runs the requests of all of them together,
+        and whichever is asked first for what has not come yet runs the next burst, for the others too.
+        """
+        arrived: deque[StreamEvent] = deque()
+        open_ = {request.request_id for request in requests}
+        try:
+            with self._lock:
+                for number, request in enumerate(requests):
+                    self.engine.submit(request)
+                    self._routes[request.request_id] = arrived, _Continuation(number, request, self.tokenizer)
+            while open_:
+                with self._lock:
+                    if not arrived:
+                        self._burst(open_)
+                while arrived:
+                    piece = arrived.popleft()
+                    if piece.finished:
+                        open_.remove(piece.output.request_id)
+                    yield piece
+        finally:
+            # This may be the garbage collector's call, in the middle of a burst of the same thread.
+            self._abandoned.extend(open_)
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._drop_abandoned()
+                finally:
+                    self._lock.release()
+
+    def _burst(self, waiting: set[str]) -> None:
+        """Runs a burst and gives what came out to those it belongs to. `waiting` are the caller's requests."""
+        self._drop_abandoned()
+        engine = self.engine
+        if lost := waiting - self._routes.keys():
+            raise RuntimeError(f"{len(lost)} requests were lost when another call failed or was interrupted")
+        try:
+            now_seen: dict[str, list[TokenEvent]] = {}
+            for event in engine.burst():
+                now_seen.setdefault(event.request_id, []).append(event)
+            for name, events in now_seen.items():
+                arrived, continuation = self._routes[name]
+                piece = continuation.add(events)
+                if piece.finished:
+                    del self._routes[name]
+                arrived.append(piece)
+        except BaseException:
+            self._routes.clear()
+            engine.abort_all()
+            raise
+
+    def _drop_abandoned(self) -> None:
+        """Gives up requests whose stream was left; under the lock."""
+        names = []
+        while self._abandoned:
+            names.append(self._abandoned.popleft())
+            self._routes.pop(names[-1], None)
+        if names and self._engine is not None:
+            self._engine.abort(names)
 
     # -- the engine
 

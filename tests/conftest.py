@@ -24,3 +24,13 @@ def tiny():
     """TINY of the known-faults file: its configuration, decoder and parameters."""
     decoder, params = tiny_decoder(TINY)
     return TINY, decoder, params
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints what tests recorded with `record_property`: counts of compiled programs, for people to read."""
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
+    recorded = [(name, value) for report in reports for name, value in report.user_properties]
+    if recorded:
+        terminalreporter.section("recorded")
+    for name, value in recorded:
+        terminalreporter.write_line(f"{name}: {value}")

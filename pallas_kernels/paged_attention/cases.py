@@ -54,9 +54,9 @@ def _mixed(page: int) -> tuple[tuple[int, int], ...]:
 _BLOCKS = (
     [Case(f"decode-page{page}", _decode(page), page_size=page) for page in (1, 4, 16, 64, 128)]
     + [Case(f"mixed-page{page}", _mixed(page), page_size=page, padding=5) for page in (1, 4, 16, 64, 128)]
-    + [Case(f"ratio{ratio}", _mixed(16), heads=2 * ratio) for ratio in (1, 3, 4, 6, 7, 8)]
+    + [Case(f"ratio{ratio}", _mixed(16), heads=2 * ratio) for ratio in (1, 3, 4, 6, 7, 8, 16)]
     + [Case(f"mqa{ratio}", _mixed(4), heads=ratio, kv_heads=1, page_size=4) for ratio in (1, 7)]
-    + [Case(f"head_dim{size}", _mixed(16), head_dim=size) for size in (64, 80, 128)]
+    + [Case(f"head_dim{size}", _mixed(16), head_dim=size) for size in (64, 80, 96, 112, 128, 256)]
     + [
         Case(f"window{window}-page{page}", _mixed(page), page_size=page, sliding_window=window)
         for page, window in ((1, 1), (4, 5), (16, 16), (16, 33), (128, 100))

@@ -47,12 +47,11 @@ def compile_tiny(*, stacked: bool, budget: int, steps: int | None, pages: int):
 
 @pytest.mark.parametrize(("budget", "steps"), PROGRAMS)
 @pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
-def test_on_a_cpu_the_pool_is_updated_in_place(stacked, budget, steps, capsys):
+def test_on_a_cpu_the_pool_is_updated_in_place(stacked, budget, steps, record_property):
     """Catches: a pool that is copied (by a scatter after a gather, a scan that cannot alias, a layer sliced out), a
     temporary that grows with the pool, a loop or a branch in the scheduler that would stop a GPU."""
     counts, pool_bytes = compile_tiny(stacked=stacked, budget=budget, steps=steps, pages=PAGES)
-    with capsys.disabled():
-        print(f"\ncpu {'stacked' if stacked else 'unrolled'} budget {budget} steps {steps}: {json.dumps(counts)}")
+    record_property(f"cpu {'stacked' if stacked else 'unrolled'} budget {budget} steps {steps}", json.dumps(counts))
     assert counts["aliased_bytes"] >= pool_bytes
     assert counts["pool_copies"] == 0
     assert counts["temporary_bytes"] < 128 * 1024 + budget * 16 * 1024 < pool_bytes / 32
@@ -157,7 +156,7 @@ def cuda_plugin(request) -> Path | None:
     return place
 
 
-def test_on_an_h200_with_llama_8b_shapes_nothing_grows_with_the_pool(cuda_plugin, capsys):
+def test_on_an_h200_with_llama_8b_shapes_nothing_grows_with_the_pool(cuda_plugin, record_property):
     """The same for the GPU, from a program compiled without one. Catches what a CPU does not show: a pool copied into
     a GPU kernel's layout, a branch or loop that became a round trip to the host, a sort's scratch memory."""
     script = Path(__file__).parents[1] / "gpu" / "aot_step.py"
@@ -167,9 +166,8 @@ def test_on_an_h200_with_llama_8b_shapes_nothing_grows_with_the_pool(cuda_plugin
     )
     assert result.returncode == 0, result.stderr[-4000:]
     programs = json.loads(result.stdout.splitlines()[-1])
-    with capsys.disabled():
-        for counts in programs:
-            print(f"\nh200 {json.dumps(counts)}")
+    for counts in programs:
+        record_property(f"h200 budget {counts['budget']} steps {counts['steps']}", json.dumps(counts))
     for counts in programs:
         assert counts["aliased_bytes"] >= counts["pool_bytes"]
         assert counts["pool_copies"] == 0

@@ -20,7 +20,7 @@ LAYERS = [
     {"jpaged.step"},
     {"jpaged.models"},
     {"jpaged.quant", "jpaged.parallel"},
-    {"jpaged.pool", "jpaged.config", "jpaged.request", "jpaged.startup"},
+    {"jpaged.pool", "jpaged.config", "jpaged.request", "jpaged.startup", "jpaged.gguf_vocabulary"},
 ]
 #: `step` and `models` are siblings: neither knows the other.
 SIBLINGS = [{"jpaged.step", "jpaged.models"}]

@@ -216,3 +216,25 @@ def test_a_model_that_turns_nan_fails_that_request_alone():
     assert got[9].finish == Finish.ERROR and got[9].tokens == []
     assert {uid: got[uid].tokens for uid in prompts} == expected
     assert int(driver.state.free_pages) == 31
+
+
+def test_a_residual_beyond_float16_is_an_error_and_not_a_run_of_zeros():
+    """NU-03: one layer's MLP pushes the residual past 65504. The request ends with ERROR and no token."""
+    weights = tiny_weights(TINY)
+    tokens = text(20, 3)
+
+    def finish(dtype):
+        decoder, params = llama.load_decoder(TINY, weights.items(), dtype, stacked=False)
+        config = EngineConfig(
+            page_size=4, num_pages=31, max_num_seqs=2, max_queue=2, max_model_len=60, max_num_batched_tokens=17
+        )
+        driver = Driver(config, decoder, params, **SHAPE, dtype=dtype)
+        driver.submit(Ask(1, tokens, max_len=24))
+        return driver.until_done(17)[1]
+
+    assert finish(jnp.float16).finish == Finish.LENGTH
+    largest = np.abs(weights["layers.1.down"]).max()
+    weights["layers.1.down"] = weights["layers.1.down"] * np.float32(60_000 / largest)
+    assert finish(jnp.float32).finish == Finish.LENGTH
+    got = finish(jnp.float16)
+    assert got.finish == Finish.ERROR and got.tokens == []

@@ -31,6 +31,7 @@ def test_reads_what_the_reference_reader_reads(tmp_path):
 
 
 def test_bfloat16_keeps_shape_and_bits(tmp_path):
+    """LD-06: the reader gives raw bytes for this type."""
     bits = np.random.default_rng(0).integers(0, 2**16, (4, 8), dtype=np.uint16)
     path = write_gguf(tmp_path / "m.gguf", tensors={"x": (bits.view(np.uint8), Kind.BF16)})
     source = GGUFSource(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from dataclasses import replace
 
 import jax
@@ -154,6 +155,65 @@ def test_stream_is_generate_in_pieces(llm):
     assert texts == [o.outputs[0].text for o in whole]
     assert ids == [o.outputs[0].token_ids for o in whole]
     assert sorted(ended) == [0, 1, 2]
+
+
+def test_streams_that_are_open_at_once_do_not_hinder_each_other(llm):
+    """NB: two streams taken in turn, a generate within them, and a stream that is kept and never finished. Catches: a
+    lock held between two pieces, and events of another stream's request."""
+    params = replace(GREEDY, max_tokens=12)
+    one, two, three = (llm.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in ("one", "two", "3"))
+    kept = llm.stream("kept", replace(GREEDY, max_tokens=60))
+    next(kept)
+    got, inside = ([], []), []
+    for pieces in zip(llm.stream("one", params), llm.stream("two", params), strict=True):
+        for ids, piece in zip(got, pieces, strict=True):
+            ids += piece.delta_token_ids
+        if not inside:
+            inside = llm.generate("3", params, use_tqdm=False)[0].outputs[0].token_ids
+    assert (*got, inside) == (one, two, three)
+    kept.close()
+    assert (llm.stats().running, llm.stats().in_use_pages) == (0, 0)
+
+
+def test_a_slow_reader_gets_everything_in_order(llm):
+    """DT-05: 8 streams in threads of their own, read slower than they are made; the end comes last."""
+    params = replace(GREEDY, max_tokens=40)
+    prompts = [f"prompt {number}" for number in range(8)]
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    got: list[list[int]] = [[] for _ in prompts]
+    ends: list[list[bool]] = [[] for _ in prompts]
+
+    def read(number):
+        for piece in llm.stream(prompts[number], params):
+            time.sleep(0.005)
+            got[number] += piece.delta_token_ids
+            ends[number].append(piece.finished)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == expected
+    assert all(not any(end[:-1]) and end[-1] for end in ends)
+
+
+def test_a_burst_that_fails_is_an_error_for_every_stream(llm, monkeypatch):
+    """And the next call works."""
+    expected = llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    first, second = llm.stream("first", GREEDY), llm.stream("second", GREEDY)
+    next(first), next(second)
+
+    def broken():
+        raise OSError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "burst", broken)
+        with pytest.raises(OSError, match="gone"):
+            list(first)
+    with pytest.raises(RuntimeError, match="1 requests were lost"):
+        list(second)
+    assert llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
 def test_leaving_a_stream_early_frees_its_pages(llm):

@@ -332,6 +332,7 @@ def test_a_breakdown_has_a_table_of_its_own():
     assert row("all") == "100.0 % 4.00 s 1000.0 1000.0"
     assert row("outside products") == "37.5 % 1.50 s"
     assert row("outside products with weights") == "50.0 % 2.00 s"
+    assert row("run less profiled products") == "37.5 % 1.50 s"
     assert row("steps of the run") == "3 1"
 
 

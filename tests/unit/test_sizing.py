@@ -125,6 +125,7 @@ class Device:
     ],
 )
 def test_a_device_may_not_say_what_it_has(answer, expected):
+    """MM-02."""
     assert device_memory_bytes(Device(answer)) == expected
 
 
