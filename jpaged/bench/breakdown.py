@@ -108,6 +108,8 @@ def check_breakdown(workload: Workload) -> None:
     """Raises ValueError where no breakdown can be made, so that no run is measured in vain."""
     if not hasattr(jax.profiler, "ProfileData"):
         raise ValueError(f"a breakdown needs jax.profiler.ProfileData, which JAX {jax.__version__} has not")
+    if jax.__version_info__ >= (0, 12):
+        raise ValueError(f"a breakdown needs JAX before 0.12: reading its profile aborts JAX {jax.__version__}")
     if (backend := jax.default_backend()) != "cpu":
         raise ValueError(f"a breakdown reads XLA's profile of a CPU, and this is {backend!r}")
     if late := next((r for r in workload.requests if r.arrival_s > 0), None):
