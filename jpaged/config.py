@@ -28,8 +28,8 @@ class EngineConfig:
         seed: from which requests without a seed of their own draw one.
         gpu_memory_utilization: on a GPU, the share of its memory that weights, pool and the compiled step's
             temporaries may take together; in (0, 1].
-        token_budgets: the step is compiled once for each of these sizes, and the smallest that holds the work
-            is run; None: powers of two from 8 to `max_num_batched_tokens`.
+        token_budgets: sizes that the step can be compiled for; one that holds the work is run. None: 1, 4, and 2 or 3
+            times a power of two from 8 (8, 16, 24, 32, 48, 64, ...), up to `max_num_batched_tokens`.
         steps_per_burst: steps that one device call runs where no long prompt is waiting; None: 8 on a GPU, where a
             call costs more than a small step, and 1 on a CPU.
 
@@ -98,8 +98,9 @@ class EngineConfig:
         if self.token_budgets is not None:
             return self.token_budgets
         top = self.max_num_batched_tokens
-        powers = [2**e for e in range(3, top.bit_length()) if 2**e < top]
-        return (*powers, top)
+        # Multiples of 8 above the smallest: a product with 12 columns takes longer than one with 16.
+        sizes = {1, 4, 8} | {times * 2**e for e in range(3, top.bit_length()) for times in (2, 3)}
+        return (*sorted(size for size in sizes if size < top), top)
 
     @property
     def max_pages_per_seq(self) -> int:

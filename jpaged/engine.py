@@ -2,8 +2,8 @@
 
 The engine is `EngineState`, a value on the device; this class holds the current one, gives it to a compiled burst
 (donated, so that the pool is updated in place) and keeps what comes back. It decides nothing about scheduling. The
-one choice it makes is which compiled program to run: the smallest token budget that holds the tokens the device
-says the next step would compute. Any choice gives the same tokens.
+one choice it makes is which compiled program to run: one whose token budget holds the tokens the device says the next
+step would compute, with little padding. Any choice gives the same tokens.
 """
 
 from __future__ import annotations
@@ -307,11 +307,17 @@ class Engine:
         if not self.has_work:
             return events
         self._feed()
-        wanted = int(self._demand)
-        budget = next((b for b in self.config.budgets if b >= wanted), self.config.budgets[-1])
+        budget = self._budget(int(self._demand))
         program = self._program(budget)
         self._state, records, self._demand = program(self._params, self._state)
         return events + self._read(jax.device_get(records), budget)
+
+    def _budget(self, wanted: int) -> int:
+        """The token budget for a step that would compute `wanted` tokens: the smallest compiled one that holds them,
+        unless more than half of it would be padding; then the smallest there is, which is compiled first."""
+        best = next((b for b in self.config.budgets if b >= wanted), self.config.budgets[-1])
+        compiled = min((b for b in self._programs if b >= best), default=best)
+        return compiled if compiled <= 2 * wanted else best
 
     def _too_long_to_start(self) -> list[TokenEvent]:
         """A prompt of exactly max_model_len tokens leaves no room: it ends by length before it runs."""
