@@ -60,9 +60,7 @@ class EngineConfig:
             self._check(name, 1, optional=True)
         self._check("seed", 0, optional=False)
         if self.num_pages is not None and self.pool_bytes is not None:
-            raise ValueError(
-                f"give num_pages ({self.num_pages}) or pool_bytes ({self.pool_bytes}), not both"
-            )
+            raise ValueError(f"give num_pages ({self.num_pages}) or pool_bytes ({self.pool_bytes}), not both")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}")
         if not 0 < self.gpu_memory_utilization <= 1:

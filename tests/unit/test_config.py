@@ -44,8 +44,11 @@ def test_impossible_values_are_named(fields, words):
     [
         (256, (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)),
         (317, (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 317)),
-        (8, (1, 4, 8)), (9, (1, 4, 8, 9)), (2, (1, 2)), (1, (1,)),
-    ],  # fmt: skip
+        (8, (1, 4, 8)),
+        (9, (1, 4, 8, 9)),
+        (2, (1, 2)),
+        (1, (1,)),
+    ],
 )
 def test_budgets_end_at_the_limit(most, budgets):
     """JX-01: a limit that is none of the usual sizes is a size of its own, not cut to one."""

@@ -135,6 +135,26 @@ def test_no_mix_compiles_anything_after_warmup():
     assert (engine.num_programs, decoder.traces.count) == (programs, traces)
 
 
+def test_a_larger_program_is_run_before_a_further_one_is_compiled_unless_half_of_it_is_padding():
+    """Each request generates one token, so that its one step is as large as its prompt."""
+    engine = make(token_budgets=(4, 8, 12, 16))
+
+    def ran(length: int) -> tuple[int, int]:
+        """The budget of the one step that such a prompt takes, and how many programs steps have had by then."""
+        engine.submit(request("r", range(length), replace(GREEDY, max_tokens=1)))
+        steps = engine.stats().steps
+        assert drain(engine) == {"r": alone(READER, range(length), 1)}
+        assert engine.stats().steps == steps + 1
+        return engine.history[-1].budget, engine.num_programs - 1  # one of them submits
+
+    assert ran(16) == (16, 1)
+    assert ran(10) == (16, 1)  # 12 holds it, but is not compiled
+    assert ran(5) == (8, 2)  # in 16, more than half were padding
+    assert ran(7) == (8, 2)
+    engine.warmup()
+    assert ran(10)[0] == 12
+
+
 def test_a_prompt_that_can_never_run_is_refused_in_words():
     engine = make(num_pages=8, max_model_len=None)  # PR-04: 8 pages of 4
     assert engine.config.max_model_len == 32
