@@ -21,9 +21,12 @@ import jax
 from jpaged.bench.measure import Measurement, ServingEngine
 from jpaged.bench.workload import Workload
 
-#: What the wall time of a step is spent on; products are matrix products. `between` is what no operation of the
-#: program accounts for: dispatch and the host. It is negative where operations run side by side.
-CATEGORIES = ("weight_products", "attention_products", "attention_other", "other_operations", "between")
+#: What the wall time of a step is spent on; products are matrix products. `attention_kernel` is a kernel of ours, whose
+#: products, softmax and reading of pages are one; none of it is counted as products. `between` is what no operation of
+#: the program accounts for: dispatch and the host. It is negative where operations run side by side.
+CATEGORIES = (
+    "weight_products", "attention_products", "attention_kernel", "attention_other", "other_operations", "between"
+)  # fmt: skip
 
 #: Bursts of each token budget that are profiled. Each costs about a second, for the profile to be written.
 _BURSTS = 3
@@ -77,8 +80,10 @@ class Breakdown:
     def products_s(self) -> float:
         """Seconds of the run in matrix products, with weights and of attention, as profiled. They are long operations,
         which profiling hardly makes longer."""
-        kinds = ("weight_products", "attention_products")
-        return sum(times * sum(p.category_s[c] for c in kinds) for times, p in self._weighted)
+        return self._seconds("weight_products", "attention_products")
+
+    def _seconds(self, *categories: str) -> float:
+        return sum(times * sum(p.category_s[c] for c in categories) for times, p in self._weighted)
 
     def to_json(self) -> dict[str, Any]:
         share = self.share
@@ -91,6 +96,7 @@ class Breakdown:
             "outside_weight_products_share": 1 - share["weight_products"],
             "products_s": self.products_s,
             "outside_products_of_run_share": 1 - self.products_s / self.wall_s,
+            "attention_kernel_s": self._seconds("attention_kernel"),
             "steps_by_budget": {str(budget): steps for budget, steps in self.steps_by_budget.items()},
             "profiled_by_budget": {
                 str(budget): {
@@ -261,8 +267,8 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 def parse_program(text: str) -> Program:
     """The operations of a compiled program and their categories, from its HLO text.
 
-    A product is a `dot`, or a fusion with one in it. What belongs to attention says so in its `op_name`; what has
-    none does if all loops that it stands in are attention's.
+    A product is a `dot`, or a fusion with one in it; a kernel is a custom call. What belongs to attention says so in
+    its `op_name`; what has none does if all loops that it stands in are attention's.
 
     Raises:
         ValueError: the text is no HLO module.
@@ -297,6 +303,8 @@ def parse_program(text: str) -> Program:
             attention = "paged_attention" in i.op_name or (not i.op_name and in_attention[computation])
             if i.opcode in ("while", "call", "conditional"):
                 in_attention |= {c: attention and in_attention.get(c, True) for c in i.called}
+            elif i.opcode == "custom-call" and attention:
+                category[i.name] = "attention_kernel"
             elif i.opcode == "dot" or with_dot.intersection(i.called):
                 category[i.name] = "attention_products" if attention else "weight_products"
             else:

@@ -274,7 +274,7 @@ def breakdown_table(engine: str, breakdown: dict[str, Any]) -> Table:
         caption=f"From XLA's profile of {bursts} bursts of a second run, by which the run takes "
         f"{_seconds(breakdown['profiled_wall_s'])}, scaled to the measured time. Profiling makes small operations "
         "longer, so the share outside products is an upper bound; products are long operations, so the measured run "
-        "less their time is the better estimate.",
+        "less their time is the better estimate. An attention kernel has products in it; it is not counted as one.",
         caption_justify="left",
     )
     for column in ("", "share", "time", *(f"{budget} tok" for budget in budgets)):
@@ -291,6 +291,12 @@ def breakdown_table(engine: str, breakdown: dict[str, Any]) -> Table:
         table.add_row(label, _percent(breakdown[key]), _seconds(breakdown[key] * breakdown["wall_s"]))
     rest = breakdown["outside_products_of_run_share"]
     table.add_row("run less profiled products", _percent(rest), _seconds(rest * breakdown["wall_s"]))
+    kernel = breakdown["attention_kernel_s"]
+    table.add_row(
+        "that less the attention kernel",
+        _percent(rest - kernel / breakdown["wall_s"]),
+        _seconds(rest * breakdown["wall_s"] - kernel),
+    )
     table.add_row("steps of the run", "", "", *(_count(steps) for steps in breakdown["steps_by_budget"].values()))
     return table
 
@@ -341,6 +347,7 @@ def _bytes(value: float) -> str:
 _CATEGORIES = {
     "weight_products": "products with weights",
     "attention_products": "products of attention",
+    "attention_kernel": "attention kernel",
     "attention_other": "the rest of attention",
     "other_operations": "other operations",
     "between": "between operations",

@@ -17,13 +17,32 @@ pool is passed with a layer index, so that no layer is ever copied out.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import jax
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
+
+def _numba(*operands, **options) -> jax.Array:
+    # numba is imported where it is used: it takes most of a second, and another platform needs none.
+    from pallas_kernels.paged_attention.numba_cpu import paged_attention_numba
+
+    return paged_attention_numba(*operands, **options)
+
+
+def _missing_for_numba(queries: jax.Array, k_pages: jax.Array) -> str | None:
+    if find_spec("numba") is None:
+        return "numba is not installed (pip install numba)"
+    from pallas_kernels.paged_attention.numba_cpu import missing
+
+    return missing(queries, k_pages)
+
+
 IMPLEMENTATIONS = (
+    Implementation("numba", _numba, ("cpu",), _missing_for_numba),
     Implementation("xla", paged_attention_xla),
     Implementation("reference", paged_attention_reference),
 )
@@ -65,7 +84,7 @@ def paged_attention(
         ValueError: for shapes or dtypes that do not belong together, naming them.
     """
     _validate(queries, k_pages, v_pages, page_table, query_start, kv_len, sliding_window, soft_cap)
-    function = choose("paged_attention", IMPLEMENTATIONS, implementation)
+    function = choose("paged_attention", IMPLEMENTATIONS, implementation, operands=(queries, k_pages))
     return function(
         queries, k_pages, v_pages, layer, page_table, query_start, kv_len,
         scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -96,11 +97,18 @@ def test_nobody_imports_torch(package):
 
 
 def test_pallas_kernels_import_jax_only():
-    """Catches: kernels that cannot be used without the engine."""
+    """Catches: kernels that cannot be used without the engine, or for a GPU without what a CPU needs."""
     allowed = {"jax", "pallas_kernels"} | set(sys.stdlib_module_names)
     for module, path in modules("pallas_kernels").items():
         roots = {name.split(".")[0] for name in imports(module, path)}
-        assert roots <= allowed, f"{module}: {sorted(roots - allowed)}"
+        for_cpu = module.startswith("pallas_kernels.cpu.") or module.endswith(".numba_cpu")
+        assert roots <= allowed | ({"numba", "llvmlite", "numpy"} if for_cpu else set()), f"{module}: {sorted(roots)}"
+
+
+def test_numba_is_imported_where_a_cpu_computes_attention_and_no_sooner():
+    """Catches: most of a second more for every import, and on machines that never use it."""
+    program = "import sys, jpaged, pallas_kernels; sys.exit('numba' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_checkpoints_never_import_the_engine():

@@ -16,6 +16,14 @@ def plain():
     """Stands for XLA operations."""
 
 
+def picky():
+    """Stands for a kernel with needs of its own."""
+
+
+def wants_even(operand: int) -> str | None:
+    return f"it wants even numbers, and this is {operand}" if operand % 2 else None
+
+
 BOTH = (Implementation("mosaic", fast, ("gpu",)), Implementation("xla", plain))
 
 
@@ -45,3 +53,19 @@ def test_an_unknown_name_lists_the_known_ones():
 def test_auto_without_any_is_an_error():
     with pytest.raises(ValueError, match="no implementation 'auto' for cpu"):
         choose("op", BOTH[:1], "auto", "cpu")
+
+
+def test_one_that_lacks_something_says_what(caplog):
+    """JX-06. Catches: a kernel that is given operands it cannot compute; a fallback that nobody hears of."""
+    both = (Implementation("picky", picky, ("cpu",), wants_even), Implementation("xla", plain))
+    assert choose("op", both, "picky", "cpu", (2,)) is choose("op", both, "auto", "cpu", (2,)) is picky
+    with pytest.raises(ValueError, match="op: implementation 'picky' cannot, for it wants even numbers, and this is 3"):
+        choose("op", both, "picky", "cpu", (3,))
+    assert not caplog.messages
+    for _ in range(2):
+        assert choose("op", both, "auto", "cpu", (5,)) is plain
+    assert caplog.messages == ["op: 'xla' runs; 'picky' cannot, for it wants even numbers, and this is 5"]
+    assert choose("op", both, "auto", "gpu", (7,)) is plain  # not its platform: nothing to be said
+    assert len(caplog.messages) == 1
+    with pytest.raises(ValueError, match=r"no implementation 'auto' for cpu.*wants even numbers, and this is 9"):
+        choose("op", both[:1], "auto", "cpu", (9,))

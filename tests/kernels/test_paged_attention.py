@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +22,9 @@ from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
 from pallas_kernels.paged_attention.cases import CASES, Case
 
 LAYERS, LAYER = 2, 1
-NAMES = [i.name for i in IMPLEMENTATIONS if not i.platforms or "cpu" in i.platforms]
+HERE = [i for i in IMPLEMENTATIONS if not i.platforms or "cpu" in i.platforms]
+NAMES = [i.name for i in HERE]
+HALF = jax.ShapeDtypeStruct((1, 1, 1, 1, 16), jnp.float16)
 POISON = (np.nan, np.inf, -np.inf)
 
 
@@ -62,9 +69,7 @@ def in_numpy(case: Case, queries, k, v, layer, table, start, lengths) -> np.ndar
     out = np.zeros_like(queries)
     for row, (count, tokens) in enumerate(case.rows):
         pages = np.asarray(table)[row, : -(-tokens // case.page_size)]
-        keys, values = (
-            a[layer, pages].transpose(1, 0, 2, 3).reshape(case.kv_heads, -1, case.head_dim) for a in (k, v)
-        )
+        keys, values = (a[layer, pages].transpose(1, 0, 2, 3).reshape(case.kv_heads, -1, case.head_dim) for a in (k, v))
         for index in range(count):
             position = tokens - count + index
             first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
@@ -93,7 +98,7 @@ def test_every_case(name, implementation):
     assert (result[used:] == 0).all()
 
 
-@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("implementation", [i.name for i in HERE if i.missing(HALF, HALF) is None])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_keeps_its_dtype_and_sums_in_float32(implementation, dtype):
     """Catches: a softmax or a sum over 700 keys in half precision."""
@@ -140,7 +145,8 @@ def test_any_ragged_batch_equals_the_specification(window, case, seed):
         np.testing.assert_allclose(result, results[0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+@pytest.mark.parametrize("implementation", ["xla", "numba"])
+def test_a_row_does_not_depend_on_its_neighbours(implementation):
     """NU-02, at the root: the same row, alone in its place or beside others, in each place, to the last bit. In
     float32 on a CPU nothing excuses a difference."""
     page, row = 4, (1, 37)
@@ -159,13 +165,13 @@ def test_a_row_does_not_depend_on_its_neighbours():
                     pool[layer, table[place, token // page], :, token % page] = content[token]
             table = np.pad(table, ((0, 0), (0, 24 - table.shape[1])))
             static = options(alone)
-            result = attention("xla", **static)(queries, k, v, int(layer), table, start, lengths)
+            result = attention(implementation, **static)(queries, k, v, int(layer), table, start, lengths)
             mine = np.asarray(result)[start[place]]
             expected = mine if expected is None else expected
             np.testing.assert_array_equal(mine, expected)
 
 
-def compiled_attention(*, pages: int, max_pages: int, tokens: int, rows: int = 8):
+def compiled_attention(implementation: str, *, pages: int, max_pages: int, tokens: int, rows: int = 8):
     shape = (4, pages, 2, 16, 64)
     pool = jax.ShapeDtypeStruct(shape, jnp.float32)
 
@@ -173,16 +179,18 @@ def compiled_attention(*, pages: int, max_pages: int, tokens: int, rows: int = 8
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     queries = jax.ShapeDtypeStruct((tokens, 6, 64), jnp.float32)
-    function = attention("xla", optimize=False, scale=0.125, sliding_window=None, soft_cap=None)
+    function = attention(implementation, optimize=False, scale=0.125, sliding_window=None, soft_cap=None)
     return function.lower(queries, pool, pool, 2, ints(rows, max_pages), ints(rows + 1), ints(rows)).compile()
 
 
+@pytest.mark.parametrize("implementation", ["xla", "numba"])
 @pytest.mark.parametrize("tokens", [8, 48])
-def test_temporary_bytes_do_not_depend_on_the_pool_or_on_the_longest_request(tokens):
+def test_temporary_bytes_do_not_depend_on_the_pool_or_on_the_longest_request(tokens, implementation):
     """Catches: a gather of all pages of a table, a layer sliced out of the pool, scores of rows x max_model_len."""
 
     def temporary(pages, max_pages):
-        return compiled_attention(pages=pages, max_pages=max_pages, tokens=tokens).memory_analysis().temp_size_in_bytes
+        compiled = compiled_attention(implementation, pages=pages, max_pages=max_pages, tokens=tokens)
+        return compiled.memory_analysis().temp_size_in_bytes
 
     base = temporary(512, 64)
     assert temporary(1024, 64) == base
@@ -230,3 +238,54 @@ def test_shapes_that_do_not_belong_together_are_named():
     refused("sliding_window must be at least 1", sliding_window=0)
     refused("soft_cap must be positive", soft_cap=0.0)
     refused("no implementation 'cuddly'", implementation="cuddly")
+
+
+def test_what_numba_cannot_compute_is_said():
+    """JX-06. Catches: half precision read as float32, a head that is no whole number of vectors."""
+    arguments = inputs(CASES["one-prompt"], dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="'numba' cannot, for it computes in float32, and queries are bfloat16"):
+        paged_attention(*arguments, scale=1.0, implementation="numba")
+    narrow = inputs(Case("narrow", ((3, 3),), head_dim=8))
+    with pytest.raises(ValueError, match="'numba' cannot, for head_dim must be a multiple of 16, and is 8"):
+        paged_attention(*narrow, scale=1.0, implementation="numba")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_auto_takes_numba_where_it_can(dtype):
+    """Catches: the faster kernel left out of what everybody runs."""
+    arguments = inputs(CASES["one-prompt"], dtype=dtype)
+    text = attention("auto", scale=1.0).lower(*arguments).as_text()
+    assert ("jpaged_paged_attention" in text) == (dtype == jnp.float32)
+
+
+def test_calls_from_many_threads_do_not_wait_for_each_other():
+    """Catches: calls that hold XLA's threads until their helpers have come, who wait for a thread; memory or counters
+    that two calls share; a helper that comes when all is done."""
+    case = CASES["many-short-prompts"]
+    arguments = inputs(case)
+    function = attention("numba", **options(case))
+    expected = np.asarray(function(*arguments))
+    with ThreadPoolExecutor(8) as threads:
+        for result in threads.map(lambda _: np.asarray(function(*arguments)), range(400), timeout=120):
+            np.testing.assert_array_equal(result, expected)
+
+
+def test_it_runs_under_vmap_and_on_a_thread_alone():
+    """Catches: a call that needs a second thread; one that cannot be batched by those who compare pools."""
+    case = CASES["long-chunk"]
+    queries, k, v, layer, *rest = inputs(case)
+    function = attention("numba", **options(case))
+    two = jax.vmap(lambda q: function(q, k, v, layer, *rest))(jnp.stack([queries, 2 * queries]))
+    np.testing.assert_array_equal(two[0], function(queries, k, v, layer, *rest))
+    np.testing.assert_array_equal(two[1], function(2 * queries, k, v, layer, *rest))
+    program = (
+        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); sys.path.insert(0, sys.argv[1])\n"
+        "import numpy as np\n"
+        "from test_paged_attention import CASES, attention, inputs, options\n"
+        "case = CASES['long-chunk']\n"
+        "np.save(sys.argv[2], attention('numba', **options(case))(*inputs(case)))\n"
+    )
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", program, str(Path(__file__).parent), f"{folder}/out.npy"]
+        subprocess.run(command, check=True)
+        np.testing.assert_array_equal(np.load(f"{folder}/out.npy"), function(queries, k, v, layer, *rest))

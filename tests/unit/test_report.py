@@ -263,7 +263,7 @@ def test_ratios_are_of_the_first_run_to_the_other():
 
 def broken_down():
     """4 s of 3 steps of 4 tokens and one of 16: half of it in products with weights, as JSON."""
-    spent = dict(zip(CATEGORIES, (0.5, 0.125, 0.25, 0.0625, 0.0625), strict=True))
+    spent = dict(zip(CATEGORIES, (0.5, 0.125, 0.125, 0.125, 0.0625, 0.0625), strict=True))
     profiles = {
         4: BudgetProfile(2, 2, 2.0, {c: 2 * s for c, s in spent.items()}),
         16: BudgetProfile(1, 1, 1.0, spent),
@@ -328,11 +328,12 @@ def test_a_breakdown_has_a_table_of_its_own():
         return " ".join(cell for cell in cells if cell)
 
     assert row("products with weights") == "50.0 % 2.00 s 500.0 500.0"
-    assert row("the rest of attention") == "25.0 % 1.00 s 250.0 250.0"
+    assert row("attention kernel") == row("the rest of attention") == "12.5 % 0.50 s 125.0 125.0"
     assert row("all") == "100.0 % 4.00 s 1000.0 1000.0"
     assert row("outside products") == "37.5 % 1.50 s"
     assert row("outside products with weights") == "50.0 % 2.00 s"
     assert row("run less profiled products") == "37.5 % 1.50 s"
+    assert row("that less the attention kernel") == "25.0 % 1.00 s"
     assert row("steps of the run") == "3 1"
 
 
