@@ -142,7 +142,8 @@ def test_the_command_runs_real_engines_in_processes_of_their_own(tmp_path):
         assert run["output_tokens"] == report["workload"]["output_tokens"]
         assert run["threads"] == 1
         assert sum(run["breakdown"]["share"].values()) == pytest.approx(1)
-        assert min(run["breakdown"]["share"].values()) > 0
+        # heads too small for the attention kernel
+        assert all((share > 0) == (name != "attention_kernel") for name, share in run["breakdown"]["share"].items())
         assert sum(run["breakdown"]["steps_by_budget"].values()) == run["steps"]
         assert 50 << 20 < run["peak_rss_bytes"] < 8 << 30
     assert (tmp_path / "pages.png").stat().st_size > 10_000

@@ -318,7 +318,6 @@ def test_all_products_of_a_compiled_step_are_found(engine):
     assert count["other_operations"] > 100
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="reading the statistics of a profile aborts JAX 0.12")
 def test_the_time_of_real_steps_is_broken_down(engine, adapter):
     measured, seen = adapter.run(WORKLOAD), []
     found = break_down(engine, WORKLOAD, measured, progress=seen.append)
