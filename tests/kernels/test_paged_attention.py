@@ -149,13 +149,15 @@ def test_any_ragged_batch_equals_the_specification(window, case, seed):
 def test_a_row_does_not_depend_on_its_neighbours(implementation):
     """NU-02, at the root: the same row, alone in its place or beside others, in each place, to the last bit. In
     float32 on a CPU nothing excuses a difference."""
-    page, row = 4, (1, 37)
-    alone = Case("alone", (row, (0, 0), (0, 0), (0, 0)), page_size=page, padding=20)
+    page, row, rows = 4, (1, 37), 12
+    alone = Case("alone", (row, *((0, 0),) * (rows - 1)), page_size=page, padding=20)
     expected = None
     for place in range(4):
-        for others in (((0, 0),) * 3, ((1, 90), (1, 5), (1, 61)), ((9, 50), (1, 2), (6, 6))):
-            rows = (*others[:place], row, *others[place:])
-            case = Case("beside", rows, page_size=page, padding=21 - sum(q for q, _ in rows))
+        # None, some, and as many as the kernel for a CPU wants before it takes all heads of a row together.
+        for others in ((), ((1, 90), (1, 5), (1, 61)), ((9, 50), (1, 2), (6, 6)), ((1, 8),) * (rows - 1)):
+            others = (*others, *((0, 0),) * (rows - 1 - len(others)))
+            beside = (*others[:place], row, *others[place:])
+            case = Case("beside", beside, page_size=page, padding=21 - sum(q for q, _ in beside))
             queries, k, v, layer, table, start, lengths = (np.asarray(a).copy() for a in inputs(case, seed=place))
             rng = np.random.default_rng(7)  # the row itself is always the same
             queries[start[place]] = rng.normal(size=queries.shape[1:])
