@@ -173,19 +173,25 @@ class Engine:
 
     def _pool_bytes(self, config: EngineConfig, longest: int) -> int:
         """Bytes for the pool when the caller named no size: from the GPU's memory, or the stated CPU default."""
-        limit = sizing.device_memory_bytes(jax.devices()[0])
-        if limit is None:
+        device = jax.devices()[0]
+        memory = sizing.device_memory_bytes(device)
+        if memory is None:
             return sizing.default_pool_bytes()
+        limit, held = memory
         pages = -(-longest // config.page_size)
         probe = self._lower(replace(config, num_pages=pages), config.budgets[-1]).compile()
         temporary = probe.memory_analysis().temp_size_in_bytes
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
-        total = sizing.attainable_bytes(limit, config.gpu_memory_utilization)
-        left = total - weights - temporary
+        total = sizing.attainable_bytes(
+            limit, config.gpu_memory_utilization, card_bytes=sizing.card_memory_bytes(device)
+        )
+        others = max(0, held - weights)
+        left = total - weights - others - temporary
         if left <= 0:
             raise ValueError(
-                f"{total} bytes of the device can be used (gpu_memory_utilization {config.gpu_memory_utilization}), "
-                f"but weights take {weights} and the compiled step {temporary}"
+                f"{total:,} bytes of the device can be used (gpu_memory_utilization "
+                f"{config.gpu_memory_utilization:g}), but weights take {weights:,}, the compiled step {temporary:,} "
+                f"and other arrays {others:,}; an older engine gives its memory back at close()"
             )
         return left
 

@@ -7,8 +7,10 @@ device is asked, its own number is used.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -209,26 +211,60 @@ def parse_bytes(text: str) -> int:
     return int(value)
 
 
-def device_memory_bytes(device: Any) -> int | None:
-    """Bytes that JAX can take of `device`, or None where the backend does not say.
+def device_memory_bytes(device: Any) -> tuple[int, int] | None:
+    """Bytes that JAX can take of `device` and bytes it holds now, or None where the backend does not say.
 
     CPUs and some plugins return None or an empty mapping from `memory_stats()`, or raise; that is an answer,
     not a fault: the caller then needs an explicit size or the stated default of `default_pool_bytes`.
     """
     try:
-        stats = device.memory_stats()
+        stats = device.memory_stats() or {}
     except (AttributeError, RuntimeError):  # JAX's own errors are RuntimeErrors
         return None
-    limit = (stats or {}).get("bytes_limit")
-    return int(limit) if limit else None
+    limit = stats.get("bytes_limit")
+    return (int(limit), int(stats.get("bytes_in_use") or 0)) if limit else None
 
 
-def attainable_bytes(limit_bytes: int, utilization: float, environ: Mapping[str, str] | None = None) -> int:
+def card_memory_bytes(device: Any) -> int | None:
+    """Bytes of the whole card behind `device` as NVIDIA's driver tells them, or None where there is no driver to ask.
+
+    JAX tells only the share that it took, and that share cannot be read back: an environment variable set after JAX
+    started says something else than what JAX did.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    card, total = ctypes.c_int(), ctypes.c_size_t()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(card), ctypes.c_int(device.local_hardware_id))
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(total), card)
+    )
+    return None if failed else total.value
+
+
+def attainable_bytes(
+    limit_bytes: int,
+    utilization: float,
+    *,
+    card_bytes: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> int:
     """What an engine can take of a card of which JAX may have `limit_bytes`.
 
-    JAX takes a share of a card (XLA_PYTHON_CLIENT_MEM_FRACTION, three quarters by default) and reports that
-    as its limit. `utilization` speaks of the card, so the card is worked out from the share; beyond JAX's
-    limit, less `DEVICE_RESERVE_BYTES`, there is nothing to be had.
+    JAX takes a share of a card when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION, three quarters by default) and reports
+    that as its limit. `utilization` speaks of the card; beyond JAX's limit, less `DEVICE_RESERVE_BYTES`, there is
+    nothing to be had.
+
+    Args:
+        card_bytes: memory of the card; None: worked out from the share that `environ` (os.environ) names.
+
+    Warns:
+        RuntimeWarning: JAX has less than was asked for, so that `utilization` cannot apply.
+
+    Raises:
+        ValueError: XLA_PYTHON_CLIENT_MEM_FRACTION is no number.
     """
     fraction = (os.environ if environ is None else environ).get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     try:
@@ -237,8 +273,18 @@ def attainable_bytes(limit_bytes: int, utilization: float, environ: Mapping[str,
         raise ValueError(f"XLA_PYTHON_CLIENT_MEM_FRACTION must be a number, got {fraction!r}") from None
     if not 0 < share <= 1:  # above 1 is unified memory: the limit is then all we know
         share = Fraction(1)
-    wanted = int(limit_bytes / share * Fraction(str(utilization)))
-    return max(0, min(wanted, limit_bytes - DEVICE_RESERVE_BYTES))
+    card = card_bytes or int(limit_bytes / share)
+    wanted, most = _share_of(card, utilization), max(0, limit_bytes - DEVICE_RESERVE_BYTES)
+    if wanted > limit_bytes:
+        warnings.warn(
+            f"gpu_memory_utilization {utilization:g} cannot apply: JAX has started and took {limit_bytes:,} of the "
+            f"{card:,} bytes of the card; weights, temporaries and pool get {most:,}. For more, set the environment "
+            f"variable XLA_PYTHON_CLIENT_MEM_FRACTION to {min(1.0, utilization + 0.01):.2f} before JAX starts "
+            "(in a notebook: restart the kernel and set it in the first cell), or ask for less",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return min(wanted, most)
 
 
 def available_memory_bytes(read: Callable[[str], str] | None = None) -> int | None:

@@ -11,6 +11,7 @@ import pytest
 from support.shapes import STUB_MODEL
 from support.stubs import HistoryDecoder, ScriptDecoder
 
+from jpaged import sizing
 from jpaged.baseline.static import StaticEngine
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
@@ -316,6 +317,52 @@ def test_time_to_first_token_counts_all_chunks():
         while not any(e.token_id is not None for e in engine.burst()):
             bursts += 1
         assert bursts + 1 == steps
+
+
+GB = 10**9
+
+
+def card(monkeypatch, *, limit: int, held: int, total: int = 80 * GB):
+    """As on a card of `total` bytes of which JAX took `limit` and `held` are in use."""
+    monkeypatch.setattr(sizing, "device_memory_bytes", lambda device: (limit, held))
+    monkeypatch.setattr(sizing, "card_memory_bytes", lambda device: total)
+
+
+def sized(monkeypatch, utilization: float) -> Engine:
+    # The card's pool is not this machine's: sizes are worked out, the arrays are not made.
+    monkeypatch.setattr(Engine, "_make_state", lambda self, config: None)
+    monkeypatch.setattr(Engine, "_lower", lambda self, config, budget: _Compiled())
+    return make(num_pages=None, gpu_memory_utilization=utilization)
+
+
+class _Compiled:
+    temp_size_in_bytes = 3 * GB
+
+    def compile(self):
+        return self
+
+    def memory_analysis(self):
+        return self
+
+
+def test_a_pool_takes_what_can_be_had_of_a_card(monkeypatch):
+    """MM-03: JAX's share is less than the utilization, so that is said, and the pool ends where JAX's memory does."""
+    token = sizing.bytes_per_token(MODEL, CONFIG.dtype)
+    card(monkeypatch, limit=60 * GB, held=7 * GB)
+    with pytest.warns(RuntimeWarning, match=r"gpu_memory_utilization 0\.9 cannot apply"):
+        engine = sized(monkeypatch, 0.9)
+    most = 60 * GB - sizing.DEVICE_RESERVE_BYTES
+    assert most - CONFIG.page_size * token < (engine.config.num_pages + 1) * CONFIG.page_size * token + 10 * GB <= most
+    # Three tenths of the card are less than JAX has: nothing to say, and no more is taken.
+    engine = sized(monkeypatch, 0.3)
+    assert engine.config.num_pages == (24 * GB - 10 * GB) // (CONFIG.page_size * token) - 1
+
+
+def test_memory_that_others_hold_is_not_promised_twice(monkeypatch):
+    """NB-01 on a card: an older engine lives on, and the error says so instead of the allocator."""
+    card(monkeypatch, limit=76 * GB, held=71 * GB)
+    with pytest.raises(ValueError, match=r"other arrays 71,000,000,000; an older engine gives its memory back"):
+        sized(monkeypatch, 0.9)
 
 
 def test_closing_frees_the_pool():

@@ -1,8 +1,11 @@
 """The capacity arithmetic, against the numbers worked out by hand and against devices that say little."""
 
+from types import SimpleNamespace
+
 import pytest
 from support.shapes import LLAMA_8B
 
+from jpaged import sizing
 from jpaged.sizing import (
     DEFAULT_CPU_POOL_BYTES,
     DEVICE_RESERVE_BYTES,
@@ -10,6 +13,7 @@ from jpaged.sizing import (
     attainable_bytes,
     available_memory_bytes,
     bytes_per_token,
+    card_memory_bytes,
     default_pool_bytes,
     device_memory_bytes,
     kv_bytes_per_token,
@@ -121,7 +125,8 @@ class Device:
         ({"bytes_limit": 0}, None),
         (RuntimeError("UNIMPLEMENTED: memory_stats"), None),
         (AttributeError("memory_stats"), None),
-        ({"bytes_limit": 63_000_000_000, "bytes_in_use": 0}, 63_000_000_000),
+        ({"bytes_limit": 63_000_000_000}, (63_000_000_000, 0)),
+        ({"bytes_limit": 63_000_000_000, "bytes_in_use": 7}, (63_000_000_000, 7)),
     ],
 )
 def test_a_device_may_not_say_what_it_has(answer, expected):
@@ -134,15 +139,57 @@ def test_a_fault_that_is_no_answer_is_not_hidden():
         device_memory_bytes(Device(KeyError("a bug")))
 
 
-def test_utilization_speaks_of_the_card_but_takes_no_more_than_jax_may_have():
+def attainable(limit: int, utilization: float, environ: dict[str, str] | None = None, card: int | None = None) -> int:
+    return attainable_bytes(limit, utilization, card_bytes=card, environ=environ or {})
+
+
+def test_utilization_speaks_of_the_card():
     limit = 60 * 10**9  # three quarters of an 80 GB card
-    assert attainable_bytes(limit, 0.5, {}) == 40 * 10**9
-    assert attainable_bytes(limit, 0.9, {}) == limit - DEVICE_RESERVE_BYTES
-    assert attainable_bytes(76 * 10**9, 0.9, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}) == 72 * 10**9
-    assert attainable_bytes(limit, 0.5, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "2.0"}) == 30 * 10**9
-    assert attainable_bytes(1, 0.9, {}) == 0
+    assert attainable(limit, 0.5) == 40 * 10**9
+    assert attainable(limit, 0.75) == limit - DEVICE_RESERVE_BYTES
+    assert attainable(76 * 10**9, 0.9, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}) == 72 * 10**9
+    assert attainable(limit, 0.5, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "2.0"}) == 30 * 10**9
+    assert attainable(1, 0.5) == 0
     with pytest.raises(ValueError, match="XLA_PYTHON_CLIENT_MEM_FRACTION must be a number, got 'half'"):
-        attainable_bytes(limit, 0.9, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "half"})
+        attainable(limit, 0.9, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "half"})
+
+
+@pytest.mark.parametrize("fraction", [None, ".95"], ids=["as JAX starts", "set after JAX started"])
+def test_a_share_that_jax_did_not_take_is_said_and_not_taken(fraction):
+    """MM-03: 0.9 of the card with JAX's three quarters; the variable may say what it likes by now."""
+    limit, card = 60 * 10**9, 80 * 10**9
+    environ = {"XLA_PYTHON_CLIENT_MEM_FRACTION": fraction} if fraction else {}
+    with pytest.warns(RuntimeWarning, match=r"0\.9 cannot apply: JAX has started and took 60,000,000,000 of the 80,"):
+        assert attainable(limit, 0.9, environ, card) == limit - DEVICE_RESERVE_BYTES
+    assert attainable(limit, 0.5, environ, card) == 40 * 10**9
+
+
+class Driver:
+    """libcuda of a machine with one card. JAX's device 1 is one it does not have."""
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, card, ordinal):
+        card._obj.value = 40 + ordinal.value
+        return 0 if ordinal.value == 0 else 101
+
+    def cuDeviceTotalMem_v2(self, total, card):
+        assert card.value == 40
+        total._obj.value = 151 * 10**9
+        return 0
+
+
+def test_the_driver_tells_the_memory_of_a_card(monkeypatch):
+    monkeypatch.setattr(sizing.ctypes, "CDLL", {"libcuda.so.1": Driver()}.__getitem__)
+    assert card_memory_bytes(SimpleNamespace(local_hardware_id=0)) == 151 * 10**9
+    assert card_memory_bytes(SimpleNamespace(local_hardware_id=1)) is None
+
+    def no_driver(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(sizing.ctypes, "CDLL", no_driver)
+    assert card_memory_bytes(SimpleNamespace(local_hardware_id=0)) is None
 
 
 def test_the_default_pool_of_a_cpu():
