@@ -18,36 +18,52 @@ pool is passed with a layer index, so that no layer is ever copied out.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Literal, overload
 
 import jax
 
 from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.paged_attention.mosaic_gpu import missing as missing_for_mosaic_gpu
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
 
-def _numba(*operands, **options) -> jax.Array:
-    # numba is imported where it is used: it takes most of a second, and another platform needs none.
+# Kernels are imported where they are used: another platform needs none of what they import.
+def _numba(*operands, return_lse, **options) -> jax.Array:
     from pallas_kernels.paged_attention.numba_cpu import paged_attention_numba
 
     return paged_attention_numba(*operands, **options)
 
 
-def _missing_for_numba(queries: jax.Array, k_pages: jax.Array) -> str | None:
+def _missing_for_numba(queries: jax.Array, k_pages: jax.Array, return_lse: bool) -> str | None:
     if find_spec("numba") is None:
         return "numba is not installed (pip install numba)"
     from pallas_kernels.paged_attention.numba_cpu import missing
 
-    return missing(queries, k_pages)
+    return missing(queries, k_pages, return_lse)
 
 
 IMPLEMENTATIONS = (
     Implementation("numba", _numba, ("cpu",), _missing_for_numba),
+    Implementation("mosaic_gpu", paged_attention_mosaic_gpu, ("gpu",), missing_for_mosaic_gpu),
     Implementation("xla", paged_attention_xla),
     Implementation("reference", paged_attention_reference),
 )
 
 
+@overload
+def paged_attention(
+    queries: jax.Array, k_pages: jax.Array, v_pages: jax.Array, layer: int | jax.Array, page_table: jax.Array,
+    query_start: jax.Array, kv_len: jax.Array, *, scale: float, sliding_window: int | None = None,
+    soft_cap: float | None = None, return_lse: Literal[False] = False, implementation: str = "auto",
+) -> jax.Array: ...  # fmt: skip
+@overload
+def paged_attention(
+    queries: jax.Array, k_pages: jax.Array, v_pages: jax.Array, layer: int | jax.Array, page_table: jax.Array,
+    query_start: jax.Array, kv_len: jax.Array, *, scale: float, sliding_window: int | None = None,
+    soft_cap: float | None = None, return_lse: Literal[True], implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def paged_attention(
     queries: jax.Array,
     k_pages: jax.Array,
@@ -60,8 +76,9 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    return_lse: bool = False,
     implementation: str = "auto",
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of packed queries over paged keys and values.
 
     Args:
@@ -75,19 +92,22 @@ def paged_attention(
         scale: multiplies query-key products.
         sliding_window: how many tokens a query sees, itself included; None: all up to itself.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the mask; None: as they are.
+        return_lse: return the log-sum-exp of the scores as well, with which attention over parts of a context can be
+            merged.
         implementation: a name of `IMPLEMENTATIONS`, or "auto".
 
     Returns:
-        `[tokens, heads, head_dim]` in the dtype of `queries`; rows of padding are zero. Softmax is float32.
+        `[tokens, heads, head_dim]` in the dtype of `queries`; rows of padding are zero. Softmax is float32. With
+        `return_lse` also `[tokens, heads]` float32, the natural logarithm; -inf for padding.
 
     Raises:
         ValueError: for shapes or dtypes that do not belong together, naming them.
     """
     _validate(queries, k_pages, v_pages, page_table, query_start, kv_len, sliding_window, soft_cap)
-    function = choose("paged_attention", IMPLEMENTATIONS, implementation, operands=(queries, k_pages))
+    function = choose("paged_attention", IMPLEMENTATIONS, implementation, operands=(queries, k_pages, return_lse))
     return function(
         queries, k_pages, v_pages, layer, page_table, query_start, kv_len,
-        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, return_lse=return_lse,
     )  # fmt: skip
 
 

@@ -311,7 +311,7 @@ def _register() -> object:
     return ffi.register(_NAME, _units, _run)
 
 
-def missing(queries: jax.Array, k_pages: jax.Array) -> str | None:
+def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool) -> str | None:
     """Why these operands cannot be computed here, as the end of a sentence; None if they can."""
     if sys.platform == "win32":
         return "it needs a POSIX system"
@@ -319,6 +319,8 @@ def missing(queries: jax.Array, k_pages: jax.Array) -> str | None:
         return f"it computes in float32, and queries are {queries.dtype}, pages {k_pages.dtype}"
     if k_pages.shape[4] % BLOCK_COLUMNS:
         return f"head_dim must be a multiple of {BLOCK_COLUMNS}, and is {k_pages.shape[4]}"
+    if return_lse:
+        return "it does not return the log-sum-exp"
     return None
 
 

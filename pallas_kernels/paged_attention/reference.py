@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 
 def paged_attention_reference(
-    queries, k_pages, v_pages, layer, page_table, query_start, kv_len, *, scale, sliding_window=None, soft_cap=None
-) -> jax.Array:
+    queries, k_pages, v_pages, layer, page_table, query_start, kv_len,
+    *, scale, sliding_window=None, soft_cap=None, return_lse=False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `paged_attention`. Computes in float32 (float64 for float64 queries)."""
     tokens, heads, head_dim = queries.shape
     rows, max_pages = page_table.shape
@@ -38,4 +39,8 @@ def paged_attention_reference(
     # A weight of 0 does not silence a NaN; a value that is not seen must not be read at all.
     values = jnp.where(seen[:, None, :, None], gather(v_pages)[row], 0)
     out = jnp.einsum("thc,thcd->thd", weights, values)
-    return jnp.where(padding[:, None, None], 0, out).astype(queries.dtype)
+    out = jnp.where(padding[:, None, None], 0, out).astype(queries.dtype)
+    if not return_lse:
+        return out
+    lse = jax.nn.logsumexp(scores, axis=-1).astype(jnp.float32)
+    return out, jnp.where(padding[:, None], -jnp.inf, lse)

@@ -39,32 +39,35 @@ _MASKED = -1e30  # finite, so that a fully masked chunk does not make the runnin
 
 
 # Traced once for all layers of a model: the layer is an operand.
-@partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
+@partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "return_lse"))
 def paged_attention_xla(
-    queries, k_pages, v_pages, layer, page_table, query_start, kv_len, *, scale, sliding_window=None, soft_cap=None
-) -> jax.Array:
+    queries, k_pages, v_pages, layer, page_table, query_start, kv_len,
+    *, scale, sliding_window=None, soft_cap=None, return_lse=False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `paged_attention`. Temporary memory grows with tokens, heads and rows, not with pages or lengths."""
     tokens, rows = queries.shape[0], kv_len.shape[0]
     count = query_start[1:] - query_start[:-1]
     attend = partial(
         _attend, queries, k_pages, v_pages, layer, page_table, query_start, kv_len, scale, sliding_window, soft_cap
     )
-    nothing = jnp.zeros_like(queries)
+    result = jnp.zeros_like(queries), jnp.full(queries.shape[:2], -jnp.inf, jnp.float32)
     if tokens <= rows:
-        return attend(count, 1, tokens, nothing)
-    tile = min(TILE, tokens)
-    alone = attend(jnp.where(count == 1, count, 0), 1, rows, nothing)
-    # A row of several queries has at most one tile that is not full.
-    most = tokens // tile + min(rows, tokens // 2)
-    return attend(jnp.where(count > 1, count, 0), tile, most, alone)
+        result = attend(count, 1, tokens, result)
+    else:
+        tile = min(TILE, tokens)
+        result = attend(jnp.where(count == 1, count, 0), 1, rows, result)
+        # A row of several queries has at most one tile that is not full.
+        most = tokens // tile + min(rows, tokens // 2)
+        result = attend(jnp.where(count > 1, count, 0), tile, most, result)
+    return result if return_lse else result[0]
 
 
 def _attend(
     queries, k_pages, v_pages, layer, page_table, query_start, kv_len, scale, sliding_window, soft_cap, count, tile,
     num_tiles, result,
-) -> jax.Array:  # fmt: skip
-    """`result` `[tokens, heads, head_dim]` with the attention of the first `count[r]` queries of each row, all of a
-    row's or none; the rest of it is left."""
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`result`, outputs `[tokens, heads, head_dim]` and log-sum-exps `[tokens, heads]`, with the attention of the first
+    `count[r]` queries of each row, all of a row's or none; the rest of it is left."""
     tokens, heads, head_dim = queries.shape
     rows, max_pages = page_table.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -164,11 +167,15 @@ def _attend(
             jnp.zeros(q.shape[:-1], jnp.float32),
             jnp.zeros(q.shape, jnp.float32),
         )
-        _, _, norm, out = jax.lax.while_loop(lambda carry: carry[0] < chunks[0], walk, start)
+        _, top, norm, out = jax.lax.while_loop(lambda carry: carry[0] < chunks[0], walk, start)
         out = (out / jnp.where(norm > 0, norm, 1)[..., None]).astype(queries.dtype)
-        out = out.reshape(group, kv_heads, shared_heads, tile, head_dim).transpose(0, 3, 1, 2, 4)
-        out = out.reshape(group, tile, heads, head_dim)
         token = jnp.where(in_tile < (end - position)[:, None], token, tokens)
-        return result.at[token].set(out, mode="drop", unique_indices=True)
+
+        def put(result, values):  # values [group, kv_heads, shared_heads * tile, ...]
+            values = values.reshape(group, kv_heads, shared_heads, tile, *values.shape[3:])
+            values = jnp.moveaxis(values, 3, 1).reshape(group, tile, heads, *values.shape[4:])
+            return result.at[token].set(values, mode="drop", unique_indices=True)
+
+        return put(result[0], out), put(result[1], top + jnp.log(norm))
 
     return jax.lax.fori_loop(0, num_groups, walk_group, result)

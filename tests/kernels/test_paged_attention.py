@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,44 +15,15 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.attention import in_numpy, inputs, options
 
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
 from pallas_kernels.paged_attention.cases import CASES, Case
 
-LAYERS, LAYER = 2, 1
 HERE = [i for i in IMPLEMENTATIONS if not i.platforms or "cpu" in i.platforms]
 NAMES = [i.name for i in HERE]
 HALF = jax.ShapeDtypeStruct((1, 1, 1, 1, 16), jnp.float16)
-POISON = (np.nan, np.inf, -np.inf)
-
-
-def inputs(case: Case, seed: int = 0, dtype=np.float32):
-    """Arguments of `paged_attention`: pages in a mixed order, and poison wherever no token of a row lies: in the
-    ends of last pages, in pages that are free, in the other layer, in the scratch page."""
-    rng = np.random.default_rng(seed)
-    total = case.pages_used + 3
-    shape = (LAYERS, total, case.kv_heads, case.page_size, case.head_dim)
-    k, v = (rng.choice(POISON, shape).astype(np.float32) for _ in range(2))
-    order = (1 + rng.permutation(total - 1)).tolist()
-    table = np.zeros((len(case.rows), case.max_pages), np.int32)
-    for row, (_, tokens) in enumerate(case.rows):
-        for column in range(-(-tokens // case.page_size)):
-            page = table[row, column] = order.pop()
-            filled = min(case.page_size, tokens - column * case.page_size)
-            for pool in (k, v):
-                pool[LAYER, page, :, :filled] = rng.normal(size=(case.kv_heads, filled, case.head_dim))
-    queries = rng.normal(size=(case.num_tokens, case.heads, case.head_dim))
-    start = np.cumsum([0, *(queries for queries, _ in case.rows)]).astype(np.int32)
-    lengths = np.array([tokens for _, tokens in case.rows], np.int32)
-    floats = (jnp.asarray(a, dtype) for a in (queries, k, v))
-    return (*floats, LAYER, jnp.asarray(table), jnp.asarray(start), jnp.asarray(lengths))
-
-
-def options(case: Case) -> dict:
-    return {
-        "scale": 1 / math.sqrt(case.head_dim), "sliding_window": case.sliding_window, "soft_cap": case.soft_cap
-    }  # fmt: skip
 
 
 @cache
@@ -61,28 +31,6 @@ def attention(implementation: str, *, optimize: bool = True, **static):
     """Compiled attention. Without `optimize` it compiles in half the time, for cases that are run once."""
     options = None if optimize else {"xla_backend_optimization_level": 0}
     return jax.jit(lambda *a: paged_attention(*a, implementation=implementation, **static), compiler_options=options)
-
-
-def in_numpy(case: Case, queries, k, v, layer, table, start, lengths) -> np.ndarray:
-    """Row by row and query by query, in float64, without masks: only what is visible is read."""
-    queries, k, v = (np.asarray(a, np.float64) for a in (queries, k, v))
-    out = np.zeros_like(queries)
-    for row, (count, tokens) in enumerate(case.rows):
-        pages = np.asarray(table)[row, : -(-tokens // case.page_size)]
-        keys, values = (a[layer, pages].transpose(1, 0, 2, 3).reshape(case.kv_heads, -1, case.head_dim) for a in (k, v))
-        for index in range(count):
-            position = tokens - count + index
-            first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
-            for head in range(case.heads):
-                kv_head = head // (case.heads // case.kv_heads)
-                query = queries[start[row] + index, head]
-                scores = keys[kv_head, first : position + 1] @ query / math.sqrt(case.head_dim)
-                if case.soft_cap is not None:
-                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
-                weights = np.exp(scores - scores.max())
-                values_seen = values[kv_head, first : position + 1]
-                out[start[row] + index, head] = weights @ values_seen / weights.sum()
-    return out
 
 
 @pytest.mark.parametrize("implementation", NAMES)
@@ -98,7 +46,7 @@ def test_every_case(name, implementation):
     assert (result[used:] == 0).all()
 
 
-@pytest.mark.parametrize("implementation", [i.name for i in HERE if i.missing(HALF, HALF) is None])
+@pytest.mark.parametrize("implementation", [i.name for i in HERE if i.missing(HALF, HALF, False) is None])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_keeps_its_dtype_and_sums_in_float32(implementation, dtype):
     """Catches: a softmax or a sum over 700 keys in half precision."""
@@ -171,6 +119,17 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation):
             mine = np.asarray(result)[start[place]]
             expected = mine if expected is None else expected
             np.testing.assert_array_equal(mine, expected)
+
+
+@pytest.mark.parametrize("implementation", [i.name for i in HERE if i.name != "numba"])
+@pytest.mark.parametrize("name", ["mixed-page4", "soft_cap-window", "long-chunk", "more-rows-than-tokens"])
+def test_the_log_sum_exp_comes_with_it(name, implementation):
+    """Catches: a base of 2, a maximum left out, a mask left out; a number for padding."""
+    case = CASES[name]
+    arguments = inputs(case)
+    function = attention(implementation, optimize=False, return_lse=True, **options(case))
+    for result, expected in zip(function(*arguments), in_numpy(case, *arguments, return_lse=True), strict=True):
+        np.testing.assert_allclose(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def compiled_attention(implementation: str, *, pages: int, max_pages: int, tokens: int, rows: int = 8):
@@ -247,6 +206,8 @@ def test_what_numba_cannot_compute_is_said():
     arguments = inputs(CASES["one-prompt"], dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="'numba' cannot, for it computes in float32, and queries are bfloat16"):
         paged_attention(*arguments, scale=1.0, implementation="numba")
+    with pytest.raises(ValueError, match="'numba' cannot, for it does not return the log-sum-exp"):
+        paged_attention(*inputs(CASES["one-prompt"]), scale=1.0, implementation="numba", return_lse=True)
     narrow = inputs(Case("narrow", ((3, 3),), head_dim=8))
     with pytest.raises(ValueError, match="'numba' cannot, for head_dim must be a multiple of 16, and is 8"):
         paged_attention(*narrow, scale=1.0, implementation="numba")
@@ -281,13 +242,14 @@ def test_it_runs_under_vmap_and_on_a_thread_alone():
     np.testing.assert_array_equal(two[0], function(queries, k, v, layer, *rest))
     np.testing.assert_array_equal(two[1], function(2 * queries, k, v, layer, *rest))
     program = (
-        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); sys.path.insert(0, sys.argv[1])\n"
+        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); sys.path[:0] = sys.argv[2:]\n"
         "import numpy as np\n"
         "from test_paged_attention import CASES, attention, inputs, options\n"
         "case = CASES['long-chunk']\n"
-        "np.save(sys.argv[2], attention('numba', **options(case))(*inputs(case)))\n"
+        "np.save(sys.argv[1], attention('numba', **options(case))(*inputs(case)))\n"
     )
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", program, str(Path(__file__).parent), f"{folder}/out.npy"]
+        here = Path(__file__).parent
+        command = [sys.executable, "-c", program, f"{folder}/out.npy", str(here), str(here.parent)]
         subprocess.run(command, check=True)
         np.testing.assert_array_equal(np.load(f"{folder}/out.npy"), function(queries, k, v, layer, *rest))

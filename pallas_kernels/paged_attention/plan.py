@@ -1,0 +1,136 @@
+"""Who computes what: a ragged batch cut into tiles of queries, and long contexts into parts, as arrays of fixed shape.
+
+A *tile* is up to `tile_tokens` queries of one row, with all query heads that share a KV head: one operand of a matrix
+product. A *part* is a stretch of the context that one tile sees, in blocks of keys; different parts of a tile run
+side by side and are merged afterwards by their log-sum-exp (flash-decoding). The plan is traced: it is a few prefix
+sums and searches of the lengths of this step, so that nothing waits for the host, and one long context among short
+ones is cut as finely as it needs.
+
+    row 0: 3 queries, context 37      tile 0 |q q q|   parts 0, 4     4 |....|....|
+    row 1: 1 query,  context 4        tile 1 |q . .|   part  1          |....|
+    row 2: 4 queries, context 9       tile 2 |q q q|   part  2          |....|....|
+                                      tile 3 |q . .|   part  3          |....|....|
+
+Part `t` is the first of tile `t`; the `extra_parts` after those belong to whichever tile is longest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Plan:
+    """All int32. `tiles` and `parts = tiles + extra_parts` are static; those that are not needed see no keys.
+
+    Attributes:
+        row: `[parts]` row of the batch.
+        tile: `[parts]` tile that the part belongs to; `tiles` where the part is not needed.
+        position: `[parts]` position of the tile's first query in its request.
+        length: `[parts]` tokens of the row.
+        begin, end: `[parts]` blocks of keys that the part sees, `begin` up to before `end`.
+        token: `[tiles]` the tile's first query in the packed batch.
+        token_tile: `[tokens]` tile of each packed query; `tiles` for padding.
+        token_place: `[tokens]` its place in that tile.
+    """
+
+    row: jax.Array
+    tile: jax.Array
+    position: jax.Array
+    length: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    token: jax.Array
+    token_tile: jax.Array
+    token_place: jax.Array
+
+
+def num_tiles(tokens: int, rows: int, tile_tokens: int) -> int:
+    """The most tiles that `tokens` packed queries of `rows` rows can need."""
+    return min(tokens, tokens // tile_tokens + rows)
+
+
+def make_plan(
+    query_start: jax.Array,
+    kv_len: jax.Array,
+    *,
+    tokens: int,
+    tile_tokens: int,
+    block: int,
+    extra_parts: int,
+    sliding_window: int | None,
+) -> Plan:
+    """The plan of one call.
+
+    Args:
+        query_start: `[rows + 1]` int32. kv_len: `[rows]` int32. Both as in `paged_attention`.
+        tokens: packed queries, padding included.
+        tile_tokens: queries of a tile.
+        block: keys of a block.
+        extra_parts: parts beyond one a tile, to be given to long contexts; 0: no context is cut.
+        sliding_window: as in `paged_attention`.
+    """
+    rows = kv_len.shape[0]
+    tiles = num_tiles(tokens, rows, tile_tokens)
+    queries = query_start[1:] - query_start[:-1]
+    tiles_end = jnp.cumsum(-(-queries // tile_tokens), dtype=jnp.int32)
+
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    row = _owner(tiles_end, tile)
+    needed = tile < tiles_end[-1]
+    # Of the row's tiles, which: the first queries of the others come before.
+    before = (tile - _before(tiles_end, row)) * tile_tokens
+    token = query_start[row] + before
+    position = kv_len[row] - queries[row] + before
+    last = jnp.minimum(position + tile_tokens, kv_len[row]) - 1
+    first = jnp.zeros_like(position)
+    if sliding_window is not None:
+        first = jnp.maximum(position - sliding_window + 1, 0) // block
+    blocks = jnp.where(needed, last // block + 1 - first, 0)
+
+    # So long that all parts fit into the extra ones: sum(ceil(b / long)) <= sum(b) / long + tiles.
+    long = jnp.maximum(jnp.max(blocks), 1)
+    if extra_parts:
+        long = jnp.maximum(-(-jnp.sum(blocks) // extra_parts), 1)
+    extra = jnp.maximum(-(-blocks // long), 1) - 1
+    extra_end = jnp.cumsum(extra, dtype=jnp.int32)
+    part = jnp.arange(extra_parts, dtype=jnp.int32)
+    of_extra = _owner(extra_end, part)
+    nth_extra = part - _before(extra_end, of_extra) + 1
+
+    of = jnp.concatenate([tile, of_extra])
+    nth = jnp.concatenate([jnp.zeros_like(tile), nth_extra])
+    used = jnp.concatenate([needed, part < extra_end[-1]]) if extra_parts else needed
+    begin = first[of] + nth * long
+    end = jnp.minimum(begin + long, (first + blocks)[of])
+
+    packed = jnp.arange(tokens, dtype=jnp.int32)
+    packed_row = _owner(query_start[1:], packed)
+    within = packed - query_start[packed_row]
+    real = packed < query_start[-1]
+    return Plan(
+        row=row[of],
+        tile=jnp.where(used, of, tiles),
+        position=position[of],
+        length=kv_len[row[of]],
+        begin=jnp.where(used, begin, 0),
+        end=jnp.where(used, end, 0),
+        token=token,
+        token_tile=jnp.where(real, _before(tiles_end, packed_row) + within // tile_tokens, tiles),
+        token_place=within % tile_tokens,
+    )
+
+
+def _owner(ends: jax.Array, index: jax.Array) -> jax.Array:
+    """For things counted through, `ends` their running totals by owner: whose each is. In range even past the end."""
+    found = jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)  # no loop, unlike a binary search
+    return jnp.minimum(found, ends.shape[0] - 1)
+
+
+def _before(ends: jax.Array, owner: jax.Array) -> jax.Array:
+    """How many things come before the first of `owner`."""
+    return jnp.where(owner > 0, ends[owner - 1], 0)

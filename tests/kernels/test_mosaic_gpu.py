@@ -1,0 +1,167 @@
+"""The kernel for NVIDIA GPUs, run on a CPU by Pallas's interpreter, which has its threads, barriers and memories.
+
+In float32, so that a key left out or counted twice cannot pass for rounding; with the interpreter's race detection;
+and with NaN and infinities wherever no live token lies. Needs JAX 0.11; `.ci/run` has environments with 0.11.2 and
+0.12 for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.attention import in_numpy, inputs, options
+
+from pallas_kernels.cards import CARDS, card_of
+from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention.cases import CASES, Case
+from pallas_kernels.paged_attention.mosaic_gpu import Tuning, fitting, paged_attention_mosaic_gpu, unsupported
+
+needs_jax = pytest.mark.skipif(
+    jax.__version_info__ < mosaic_gpu._NEEDS_JAX,
+    reason=f"the kernel needs JAX 0.11 and this is {jax.__version__}; .ci/run tests it in environments of its own",
+)
+#: A card of few cores, so that each of them goes through several parts, as on a real one.
+CARD = replace(CARDS["h100"], cores=3)
+
+
+def case_for_the_kernel(case: Case) -> Case:
+    """The case with the next size that there is a kernel for, where its own is none."""
+    return replace(
+        case,
+        head_dim=max(case.head_dim, 64) if case.head_dim == 16 else case.head_dim,
+        page_size=max(case.page_size, 8),
+    )
+
+
+def run(case: Case, arguments, *, card=CARD, tuning=None, return_lse=False):
+    """The kernel in the interpreter; raises where two threads race."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    try:
+        result = paged_attention_mosaic_gpu(
+            *arguments, card=card, tuning=tuning, return_lse=return_lse, **options(case),
+            interpret=plgpu.InterpretGPUParams(detect_races=True),
+        )  # fmt: skip
+        result = jax.tree.map(np.asarray, result)
+        assert not interpret_pallas_call.get_races().races_found
+    finally:
+        interpret_pallas_call.reset_gpu_interpret_mode_state()
+    return result
+
+
+# The interpreter multiplies in numpy, which warns of the poison.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
+
+
+@needs_jax
+@pytest.mark.parametrize("name", CASES)
+def test_every_case(name):
+    """Catches: a page, a stage or a part that is not waited for, or is overwritten; a block, a column or a head off by
+    one; the poison of a masked key; padding that is not zero."""
+    case = case_for_the_kernel(CASES[name])
+    arguments = inputs(case)
+    out, lse = run(case, arguments, return_lse=True)
+    expected, expected_lse = in_numpy(case, *arguments, return_lse=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    assert (out[case.num_tokens - case.padding :] == 0).all()
+
+
+@needs_jax
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["decode-page16", "mixed-page64", "head_dim256", "soft_cap-window", "long-chunk"])
+def test_half_precision_is_near_float64(name, dtype):
+    """Catches: a softmax or an accumulator in half precision."""
+    case = case_for_the_kernel(CASES[name])
+    arguments = inputs(case, dtype=dtype)
+    out = run(case, arguments)
+    assert out.dtype == dtype
+    expected = in_numpy(case, *arguments)
+    error = np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected)
+    assert error < (1e-2 if dtype == jnp.bfloat16 else 2e-3)
+
+
+ROWS, TOKENS, PAGE, PAGES = 4, 20, 8, 26
+
+
+@st.composite
+def ragged(draw) -> Case:
+    """Rows of a fixed number within a token budget: one program runs them all."""
+    left, rows = TOKENS, []
+    for _ in range(ROWS):
+        queries = min(left, draw(st.sampled_from([0, 1, 1, 2, 5, 17, TOKENS])))
+        left -= queries
+        longest = PAGE * (PAGES - 1)
+        rows.append((queries, draw(st.integers(queries, longest)) if queries else 0))
+    return Case("drawn", tuple(rows), head_dim=64, page_size=PAGE, padding=left)
+
+
+@needs_jax
+@pytest.mark.parametrize("window", [None, 9])
+@settings(max_examples=12)
+@given(case=ragged(), seed=st.integers(0, 9))
+@example(case=Case("idle", ((0, 0),) * ROWS, head_dim=64, page_size=PAGE, padding=TOKENS), seed=0)
+@example(case=Case("cut", ((1, 200), *((1, 3),) * (ROWS - 1)), head_dim=64, page_size=PAGE, padding=16), seed=0)
+def test_any_ragged_batch(window, case, seed):
+    """Catches: a mix of lengths for which parts or blocks are counted wrongly, or a barrier is a phase behind."""
+    case = replace(case, sliding_window=window)
+    queries, k, v, layer, table, start, lengths = inputs(case, seed)
+    table = jnp.pad(table, ((0, 0), (0, PAGES - table.shape[1])))
+    k, v = (
+        jnp.pad(a, ((0, 0), (0, ROWS * PAGES + 3 - a.shape[1]), *((0, 0),) * 3), constant_values=np.nan) for a in (k, v)
+    )
+    arguments = (queries, k, v, layer, table, start, lengths)
+    np.testing.assert_allclose(run(case, arguments), in_numpy(case, *arguments), atol=1e-5, rtol=1e-5)
+
+
+@needs_jax
+@pytest.mark.parametrize("tuning", [Tuning(64, 2, 1), Tuning(64, 3, 2, extra_parts=0), Tuning(128, 2, extra_parts=9)])
+def test_tuning_changes_no_result(tuning):
+    """Catches: a stage or a part that only the default sizes have."""
+    case = Case("tuned", ((1, 300), (19, 150), (0, 0), (1, 1)), head_dim=64)
+    arguments = inputs(case)
+    expected = in_numpy(case, *arguments)
+    np.testing.assert_allclose(run(case, arguments, tuning=tuning), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_shared_memory_is_used_and_not_exceeded(head_dim):
+    """Catches: a head_dim for which no stages fit."""
+    tuning = fitting(head_dim, CARDS["h100"].shared_bytes)
+    assert tuning.shared_bytes(head_dim) <= CARDS["h100"].shared_bytes
+    more = replace(tuning, stages=tuning.stages + 1)
+    assert tuning.stages == 6 or more.shared_bytes(head_dim) > CARDS["h100"].shared_bytes
+
+
+def test_what_there_is_no_kernel_for_is_said():
+    """JX-05. Catches: a lowering trace in place of a sentence."""
+
+    def said(heads=8, kv_heads=2, head_dim=64, page=16, dtype=jnp.bfloat16, pages_dtype=None):
+        pages = jax.ShapeDtypeStruct((1, 4, kv_heads, page, head_dim), pages_dtype or dtype)
+        return unsupported(jax.ShapeDtypeStruct((3, heads, head_dim), dtype), pages)
+
+    assert said() is None
+    assert said(dtype=jnp.float32) == "queries are float32 and pages float32; both must be bfloat16, or both float16"
+    assert said(pages_dtype=jnp.float16).startswith("queries are bfloat16 and pages float16")
+    assert said(head_dim=72) == "head_dim is 72; it must be a multiple of 16 up to 128, or of 32 up to 256"
+    assert said(head_dim=144) and said(head_dim=320) and said(head_dim=256) is None
+    assert said(heads=256) == "128 query heads share a KV head; at most 64 can"
+    assert said(page=4) == "page_size is 4; it must be 8, 16, 32 or a multiple of 64"
+    assert said(page=96) and said(page=24)
+    assert all(said(page=page) is None for page in (8, 16, 32, 64, 128, 256))
+
+
+def test_a_card_is_known_by_what_jax_calls_it():
+    """Catches: an H200 taken for an H20, a consumer card taken for a server's."""
+    assert card_of("NVIDIA H100 80GB HBM3") is CARDS["h100"]
+    assert card_of("NVIDIA GH200 480GB") is CARDS["h200"]
+    assert card_of("NVIDIA A100-SXM4-80GB") is CARDS["a100"]
+    assert card_of("NVIDIA B200") is CARDS["b200"]
+    assert card_of("NVIDIA H20") is card_of("NVIDIA GeForce RTX 4090") is card_of("cpu") is None
