@@ -14,6 +14,7 @@ from flax import nnx
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import rms_norm, rope_frequencies, rope_tables, rotate
+from jpaged.parallel.rules import BY_HEAD, EVERYWHERE, POOL, brought_together, over_kv_heads
 from jpaged.pool import SCRATCH_PAGE, KVPool, StepBatch
 from pallas_kernels import kv_write, paged_attention
 
@@ -102,11 +103,19 @@ class Block(nnx.Module):
         turned = rotate(qkv[:, :-1], *rope)  # queries and keys
         q = turned[:, :-1].transpose(3, 0, 1, 2).reshape(tokens, config.num_heads, config.head_dim)
         k, v = (a.transpose(2, 0, 1).astype(pool.k.dtype) for a in (turned[:, -1], qkv[:, -1]))
-        pool = KVPool(*kv_write(pool.k, pool.v, k, v, layer, *place))
-        out = paged_attention(
-            q, pool.k, pool.v, layer, batch.page_table, batch.query_start, batch.kv_len,
-            scale=1 / math.sqrt(config.head_dim), sliding_window=config.sliding_window,
-        )  # fmt: skip
+
+        def write_and_attend(q, k, v, pool, layer, batch, place):
+            pool = KVPool(*kv_write(pool.k, pool.v, k, v, layer, *place))
+            out = paged_attention(
+                q, pool.k, pool.v, layer, batch.page_table, batch.query_start, batch.kv_len,
+                scale=1 / math.sqrt(config.head_dim), sliding_window=config.sliding_window,
+            )  # fmt: skip
+            return out, pool
+
+        split = over_kv_heads(
+            write_and_attend, (BY_HEAD, BY_HEAD, BY_HEAD, POOL, EVERYWHERE, EVERYWHERE, EVERYWHERE), (BY_HEAD, POOL)
+        )
+        out, pool = split(q, k, v, pool, layer, batch, place)
         return x + self.o[...] @ out.reshape(tokens, -1).T, pool
 
     def mlp(self, x):
@@ -118,8 +127,9 @@ class Llama(nnx.Module):
     """A decoder of the Llama family.
 
     Args:
-        stacked: layers are one Block with stacked weights, scanned: one layer is compiled. Otherwise they are a list,
-            unrolled: XLA on a CPU would copy each layer's slice of a stack before multiplying with it.
+        stacked: layers are one Block with stacked weights, scanned: one layer is compiled, in half the time or less.
+            Otherwise they are a list, unrolled: XLA, for CPUs and GPUs alike, would copy each layer's slice of a stack
+            before multiplying with it.
     """
 
     embed: nnx.Param
@@ -155,7 +165,8 @@ class Llama(nnx.Module):
                 x, pool = block(x, pool, batch, rope, place)
         x = rms_norm(x[:, batch.logit_index], self.final_norm[...], config.rms_norm_eps)
         head = self.embed if config.tie_word_embeddings else self.head
-        return jnp.matmul(head[...], x, preferred_element_type=jnp.float32).T, pool
+        logits = brought_together(jnp.matmul(head[...], x, preferred_element_type=jnp.float32))
+        return logits.T, pool
 
 
 def _places(batch: StepBatch, page_size: int) -> tuple[jax.Array, jax.Array]:
@@ -189,17 +200,16 @@ def abstract_decoder(config: ModelConfig, dtype: Any, *, stacked: bool) -> tuple
 
 
 def load_decoder(
-    config: ModelConfig, named: Iterable[tuple[str, np.ndarray]], dtype: Any, *, stacked: bool | None = None
+    config: ModelConfig, named: Iterable[tuple[str, np.ndarray]], dtype: Any, *, stacked: bool = False
 ) -> tuple[LlamaDecoder, nnx.State]:
     """A decoder with the parameters of `named`: (name, array) for every name of `parameter_shapes`, in any order.
 
     Args:
-        stacked: see `Llama`; None: stacked except on a CPU.
+        stacked: see `Llama`.
 
     Raises:
         ValueError: for a name that is unknown, missing or given twice, or an array of another shape.
     """
-    stacked = jax.default_backend() != "cpu" if stacked is None else stacked
     decoder, abstract = abstract_decoder(config, dtype, stacked=stacked)
     shapes = parameter_shapes(config)
     stacks: dict[str, np.ndarray] = {}

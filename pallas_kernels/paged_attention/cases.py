@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pallas_kernels.cards import Card
+
 
 @dataclass(frozen=True)
 class Case:
@@ -31,6 +33,31 @@ class Case:
     def max_pages(self) -> int:
         """Columns of the page table: what the longest row needs, and one that nobody uses."""
         return max(-(-tokens // self.page_size) for _, tokens in self.rows) + 1
+
+    def bytes_moved(self, itemsize: int) -> int:
+        """The least that must move: what is visible of keys and values once, queries and outputs once."""
+        tokens = sum(self._seen(queries, tokens) for queries, tokens in self.rows)
+        used = self.num_tokens - self.padding
+        return itemsize * self.head_dim * (2 * tokens * self.kv_heads + 2 * used * self.heads)
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of the two products, over what each query sees."""
+        window = self.sliding_window or max(tokens for _, tokens in self.rows)
+        seen = sum(
+            min(position + 1, window)
+            for queries, tokens in self.rows
+            for position in range(tokens - queries, tokens)
+        )
+        return 4 * seen * self.heads * self.head_dim
+
+    def least_seconds(self, card: Card, itemsize: int = 2) -> float:
+        """The time that `card` takes at least: for the bytes or for the operations, whichever is longer."""
+        return max(self.bytes_moved(itemsize) / card.bytes_per_s, self.operations / card.flops_per_s)
+
+    def _seen(self, queries: int, tokens: int) -> int:
+        """Tokens of a row that any of its queries sees."""
+        return tokens if self.sliding_window is None else min(tokens, queries + self.sliding_window - 1)
 
     @property
     def pages_used(self) -> int:
@@ -85,5 +112,12 @@ BENCHMARKS = {
         Case("serve-decode-ragged", tuple((1, 64 * (1 + i)) for i in range(64)), heads=32, kv_heads=8, head_dim=128),
         Case("serve-mixed", (*((1, 1000),) * 63, (193, 4096)), heads=32, kv_heads=8, head_dim=128),
         Case("serve-prefill", ((256, 256),) * 4, heads=32, kv_heads=8, head_dim=128),
+        Case("serve-long-prefill", ((2048, 8192),), heads=32, kv_heads=8, head_dim=128),
+        *(
+            Case(f"decode-{batch}x{context}", ((1, context),) * batch, heads=32, kv_heads=8, head_dim=128)
+            for batch in (1, 8, 64, 256)
+            for context in (512, 2048, 8192, 32_768)
+            if batch * context <= 64 * 32_768
+        ),
     )
 }

@@ -163,30 +163,41 @@ def cuda_plugin(request) -> Path | None:
     return place
 
 
-def test_on_an_h200_with_llama_8b_shapes_nothing_grows_with_the_pool(cuda_plugin, record_property):
-    """The same for the GPU, from a program compiled without one. Catches what a CPU does not show: a pool copied into
-    a GPU kernel's layout, a branch or loop that became a round trip to the host, a sort's scratch memory."""
+KERNELS = jax.__version_info__ >= (0, 11)
+
+
+@pytest.mark.parametrize("model", ["llama-8b", "qwen-0.5b", "llama-70b"])
+def test_on_h200s_nothing_grows_with_the_pool(model, cuda_plugin, record_property):
+    """The same for GPUs, from programs compiled without one; Llama 3.1 70B is split over eight. Catches what a CPU does
+    not show: a pool copied into a kernel's layout, weights copied before they are used, a branch or loop that became a
+    round trip to the host, a sort's scratch memory, a collective too many."""
+    if model != "llama-8b" and not KERNELS:
+        pytest.skip(f"the kernels need JAX 0.11 and this is {jax.__version__}; .ci/run has environments with them")
     script = Path(__file__).parents[1] / "gpu" / "aot_step.py"
     path = os.pathsep.join([*([str(cuda_plugin)] if cuda_plugin else []), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
-        [sys.executable, str(script)], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, str(script), model], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr[-4000:]
     programs = json.loads(result.stdout.splitlines()[-1])
     for counts in programs:
-        record_property(f"h200 budget {counts['budget']} steps {counts['steps']}", json.dumps(counts))
+        record_property(f"h200 {model} budget {counts['budget']} steps {counts['steps']}", json.dumps(counts))
     for counts in programs:
         assert counts["aliased_bytes"] >= counts["pool_bytes"]
         assert counts["pool_copies"] == 0
-        # One layer's weights (a scan may copy its slice), some arrays of rows x vocabulary for the sampler, and per
-        # token of the budget what attention and the MLP hold.
-        bound = counts["layer_bytes"] + 6 * counts["logits_bytes"] + counts["budget"] * 512 * 1024
-        assert counts["temporary_bytes"] < bound < counts["pool_bytes"] / 30
+        # Some arrays of rows x vocabulary for the sampler, and per token of the budget what a layer holds. What the
+        # loops of XLA's attention start from is made for all layers beforehand.
+        bound = 7 * counts["logits_bytes"] + counts["budget"] * (512 if KERNELS else 3072) * 1024
+        assert counts["temporary_bytes"] < bound < counts["pool_bytes"] / 20
         assert counts["conditionals"] == 2
         burst = [] if counts["steps"] is None else [counts["steps"]]
-        walks = 1 if counts["budget"] <= 64 else 2
-        assert counts["known_loops"] == sorted([*burst, counts["layers"]])
-        assert counts["unknown_loops"] == [[*burst, counts["layers"]]] * walks
-    full, half, _ = programs
-    grown = abs(full["temporary_bytes"] - half["temporary_bytes"])
-    assert grown <= 1024 * (full["pages"] - half["pages"]) < (full["pool_bytes"] - half["pool_bytes"]) / 1000
+        assert counts["known_loops"] == burst
+        # The kernels walk the pages; XLA's attention does it in a loop, or two where there are prefill chunks.
+        walks = 0 if KERNELS else counts["layers"] * (1 if counts["budget"] <= 64 else 2)
+        assert counts["unknown_loops"] == [burst] * walks
+        assert counts["attention_kernels"] == (counts["layers"] if KERNELS else 0)
+        assert counts["all_reduces"] == (2 * counts["layers"] if counts["cards"] > 1 else 0)
+    if model == "llama-8b":
+        full, half, _ = programs
+        grown = abs(full["temporary_bytes"] - half["temporary_bytes"])
+        assert grown <= 1024 * (full["pages"] - half["pages"]) < (full["pool_bytes"] - half["pool_bytes"]) / 1000

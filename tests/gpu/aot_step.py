@@ -1,4 +1,6 @@
-"""Compiles the engine's step for an H200, without one, with the shapes of Llama 3.1 8B, and prints what came of it.
+"""Compiles the engine's step for H200s, without one, with the shapes of real models, and prints what came of it.
+
+    python tests/gpu/aot_step.py llama-8b qwen-0.5b llama-70b
 
 Run by `tests/contract/test_compiled_step.py` in a process that has XLA's CUDA plugin on its path; the last line of
 the output is JSON. Nothing is allocated: parameters and state are shapes.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -17,55 +20,86 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the project
 
 import jax
 import jax.numpy as jnp
-from support.gpu_aot import compile_for, h200
+from support.gpu_aot import compile_for, mesh
 from support.hlo import report
-from support.shapes import LLAMA_8B
+from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_HALF_B
 
 from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
 from jpaged.models.llama import abstract_decoder
+from jpaged.parallel.rules import TENSOR, parameter_shardings, state_shardings
 from jpaged.step import make_state, run, step
 
-ROWS, PAGES = 64, 26_674  # the pool of an 80 GB card at 0.9: 426,784 tokens
+ROWS = 64
 
 
-def measure(mesh, pages: int, budget: int, steps: int | None = None) -> dict:
-    decoder, params = abstract_decoder(LLAMA_8B, jnp.bfloat16, stacked=True)
+@dataclass(frozen=True)
+class Program:
+    """A step, or with `steps` a burst, of `cards` cards whose pool has `pages` pages of 16 tokens."""
+
+    model: ModelConfig
+    pages: int
+    budget: int
+    steps: int | None = None
+    cards: int = 1
+
+
+# The pool of an 80 GB card at 0.9 with Llama 3.1 8B has 426,784 tokens.
+PROGRAMS = {
+    "llama-8b": [
+        Program(LLAMA_8B, 26_674, 256), Program(LLAMA_8B, 26_674 // 2, 256), Program(LLAMA_8B, 26_674, 64, steps=8)
+    ],
+    "qwen-0.5b": [Program(QWEN_HALF_B, 100_000, 256), Program(QWEN_HALF_B, 100_000, 64, steps=8)],
+    "llama-70b": [Program(LLAMA_70B, 100_000, 64, steps=8, cards=8)],
+}  # fmt: skip
+
+
+def measure(program: Program) -> dict:
+    model = program.model
+    decoder, params = abstract_decoder(model, jnp.bfloat16, stacked=False)
     config = EngineConfig(
-        page_size=16, num_pages=pages, max_num_seqs=ROWS, max_num_batched_tokens=budget, max_model_len=8192
-    )
+        page_size=16, num_pages=program.pages, max_num_seqs=ROWS, max_num_batched_tokens=program.budget,
+        max_model_len=8192,
+    )  # fmt: skip
     state = jax.eval_shape(
         lambda: make_state(
-            config,
-            layers=LLAMA_8B.num_layers,
-            kv_heads=LLAMA_8B.num_kv_heads,
-            head_dim=LLAMA_8B.head_dim,
-            dtype=jnp.bfloat16,
+            config, layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=jnp.bfloat16
         )
     )
+    cards = mesh("h200", program.cards, TENSOR)
+    shardings = parameter_shardings(cards, params), state_shardings(cards, state)
 
     def function(params, state):
-        if steps is None:
-            return step(decoder, params, state, budget=budget)
-        return run(decoder, params, state, budget=budget, steps=steps)
+        if program.steps is None:
+            return step(decoder, params, state, budget=program.budget)
+        return run(decoder, params, state, budget=program.budget, steps=program.steps)
 
-    compiled = compile_for(mesh, function, params, state, donate_argnums=1)
-    pool = state.pool
-    layer_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(params["layers"])) // LLAMA_8B.num_layers
-    return report(compiled, pool.k.shape) | {
-        "pages": pages,
-        "budget": budget,
-        "steps": steps,
-        "pool_bytes": sum(a.size * a.dtype.itemsize for a in (pool.k, pool.v)),
-        "layer_bytes": layer_bytes,
-        "logits_bytes": min(budget, ROWS) * LLAMA_8B.vocab_size * 4,
-        "layers": LLAMA_8B.num_layers,
+    # What comes out is laid out as what went in: the next call donates it.
+    out = jax.tree.map(lambda _: None, jax.eval_shape(function, params, state))
+    out = shardings[1] if program.steps is None else (shardings[1], *out[1:])
+    compiled = compile_for(cards, function, params, state, shardings=shardings, donate_argnums=1, out_shardings=out)
+    pool = state.pool.k
+    layers, heads = pool.shape[0], pool.shape[2] // program.cards
+    weights = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(params)) // program.cards
+    text = compiled.as_text()
+    return report(compiled, (layers, pool.shape[1], heads, *pool.shape[3:])) | {
+        "cards": program.cards,
+        "pages": program.pages,
+        "budget": program.budget,
+        "steps": program.steps,
+        "layers": model.num_layers,
+        "pool_bytes": 2 * pool.size * pool.dtype.itemsize // program.cards,
+        "weight_bytes": weights,
+        "layer_weight_bytes": weights // model.num_layers,
+        "logits_bytes": min(program.budget, ROWS) * model.vocab_size * 4,
+        "attention_kernels": text.count('custom_call_target="mosaic_gpu'),
+        "all_reduces": text.count(" all-reduce("),
     }
 
 
 def main() -> None:
-    mesh = h200()
-    programs = [measure(mesh, PAGES, 256), measure(mesh, PAGES // 2, 256), measure(mesh, PAGES, 64, steps=8)]
-    print(json.dumps(programs))
+    results = [{"model": name} | measure(program) for name in sys.argv[1:] for program in PROGRAMS[name]]
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

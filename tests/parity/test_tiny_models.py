@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -238,3 +242,15 @@ def test_a_residual_beyond_float16_is_an_error_and_not_a_run_of_zeros():
     assert finish(jnp.float32).finish == Finish.LENGTH
     got = finish(jnp.float16)
     assert got.finish == Finish.ERROR and got.tokens == []
+
+
+def test_a_model_split_by_kv_heads_generates_the_same():
+    """Two devices, each with one of two KV heads of every layer and of the pool. Catches: a head that meets another
+    card's keys, a sum over the cards left out or done twice, a pool that is gathered."""
+    script = Path(__file__).with_name("tensor_parallel.py")
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["heads_on_a_device"] == 1
+    assert found["split_tokens"] == found["tokens"]
+    assert found["pool_error"] < 1e-5

@@ -1,0 +1,1 @@
+"""Several cards as one: which dimension of what is split over them."""

@@ -1,0 +1,137 @@
+"""Compiles the paged-attention kernel for cards that are not here, and reads the assembler's report.
+
+    python tests/gpu/aot_kernels.py            compares with tests/gpu/kernels.json
+    python tests/gpu/aot_kernels.py --write    records what this JAX makes of it there
+
+Needs JAX 0.11 and XLA's CUDA plugin. `tests/kernels/test_mosaic_gpu_compiled.py` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parents[1]))  # support
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the project
+
+import jax
+import jax.numpy as jnp
+from support.gpu_aot import compile_for, mesh
+
+from pallas_kernels.cards import CARDS
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention.cases import BENCHMARKS, Case
+from pallas_kernels.paged_attention.mosaic_gpu import fitting
+
+RECORD = Path(__file__).with_name("kernels.json")
+
+
+def classes() -> list[tuple[str, Case, str, str]]:
+    """(name, case, dtype, card) of every class of shapes: each compiles to a kernel of its own."""
+    decode = replace(BENCHMARKS["serve-decode"])
+    mixed = replace(BENCHMARKS["serve-mixed"])
+    found = []
+    for kind, case in (("decode", decode), ("mixed", mixed)):
+        found += [(f"{kind}-{card}", case, "bfloat16", card) for card in ("h100", "h200")]
+        found += [(f"{kind}-float16", case, "float16", "h200")]
+        sizes = (64, 80, 96, 112, 192, 256)
+        found += [(f"{kind}-head_dim{d}", replace(case, head_dim=d), "bfloat16", "h200") for d in sizes]
+        ratios = (1, 3, 7, 8, 16)
+        found += [(f"{kind}-ratio{r}", replace(case, heads=8 * r), "bfloat16", "h200") for r in ratios]
+        pages = (8, 32, 64, 128, 256)
+        found += [(f"{kind}-page{p}", replace(case, page_size=p), "bfloat16", "h200") for p in pages]
+        changes = {"window": {"sliding_window": 100}, "cap": {"soft_cap": 50.0}}
+        changes["window-cap"] = changes["window"] | changes["cap"]
+        found += [(f"{kind}-{name}", replace(case, **c), "bfloat16", "h200") for name, c in changes.items()]
+    return found
+
+
+def compile_class(case: Case, dtype: str, card: str):
+    def shape(*sizes, dtype="int32"):
+        return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+    rows = len(case.rows)
+    pool = shape(32, 10_000, case.kv_heads, case.page_size, case.head_dim, dtype=dtype)
+
+    def attend(*operands):
+        return paged_attention(
+            *operands, scale=case.head_dim**-0.5, sliding_window=case.sliding_window, soft_cap=case.soft_cap,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+
+    queries = shape(case.num_tokens, case.heads, case.head_dim, dtype=dtype)
+    operands = (queries, pool, pool, shape(), shape(rows, case.max_pages), shape(rows + 1), shape(rows))
+    return compile_for(mesh(card), attend, *operands)
+
+
+def measure() -> dict[str, dict[str, int]]:
+    """Of each class: registers a thread, bytes spilled, barriers, bytes of shared memory, bytes of temporaries."""
+    # The assembler writes to the process's own output, so that is a file of a process of its own.
+    command = [sys.executable, str(Path(__file__)), "--compile"]
+    output = subprocess.run(
+        command, env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}, capture_output=True, text=True, check=False
+    )
+    text = output.stdout + output.stderr
+    if output.returncode:
+        raise RuntimeError(text[-4000:])
+    temporaries = json.loads(output.stdout.splitlines()[-1])
+    spills = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads\n", text)]
+    used = re.findall(r"Used (\d+) registers, used (\d+) barriers", text)
+    every = classes()
+    if not len(spills) == len(used) == len(every):
+        raise RuntimeError(f"{len(every)} kernels, but {len(spills)} and {len(used)} reports of the assembler")
+    return {
+        name: {
+            "registers": int(registers),
+            "spilled_bytes": spilled,
+            "barriers": int(barriers),
+            "shared_bytes": fitting(case.head_dim, CARDS[card].shared_bytes).shared_bytes(case.head_dim),
+            "temporary_bytes": temporary,
+        }
+        for (name, case, _, card), spilled, (registers, barriers), temporary in zip(
+            every, spills, used, temporaries, strict=True
+        )
+    }
+
+
+def recorded() -> dict[str, dict[str, dict[str, int]]]:
+    """By JAX version, what `measure` found."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def limits() -> str:
+    """What each benchmark case must move and compute, and the time that takes on each card at least."""
+    names = [name for name in CARDS if name != "a100"]
+    lines = [f"{'case':<22}{'MB':>9}{'GFLOP':>9}" + "".join(f"{name + ' us':>10}" for name in names)]
+    for name, case in BENCHMARKS.items():
+        times = "".join(f"{1e6 * case.least_seconds(CARDS[card]):>10.1f}" for card in names)
+        lines.append(f"{name:<22}{case.bytes_moved(2) / 1e6:>9.1f}{case.operations / 1e9:>9.2f}{times}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if "--compile" in sys.argv:
+        sizes = [compile_class(*what).memory_analysis().temp_size_in_bytes for _, *what in classes()]
+        print(json.dumps(sizes))
+        return
+    found = measure()
+    for name, row in found.items():
+        print(f"{name:<20}" + "".join(f"{value:>12,} {key}" for key, value in row.items()))
+    print(limits())
+    if "--write" in sys.argv:
+        versions = recorded() | {jax.__version__: found}
+        body = ",\n".join(
+            f' "{version}": {{\n' + ",\n".join(f'  "{n}": {json.dumps(row)}' for n, row in rows.items()) + "\n }"
+            for version, rows in sorted(versions.items())
+        )
+        RECORD.write_text("{\n" + body + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
