@@ -7,6 +7,10 @@ benchmark cases at the end have a serving batch's lengths.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.cards import Card
 
@@ -34,6 +38,12 @@ class Case:
         """Columns of the page table: what the longest row needs, and one that nobody uses."""
         return max(-(-tokens // self.page_size) for _, tokens in self.rows) + 1
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the call."""
+        scale = self.head_dim**-0.5
+        return {"scale": scale, "sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
+
     def bytes_moved(self, itemsize: int) -> int:
         """The least that must move: what is visible of keys and values once, queries and outputs once."""
         tokens = sum(self._seen(queries, tokens) for queries, tokens in self.rows)
@@ -45,9 +55,7 @@ class Case:
         """Multiplications and additions of the two products, over what each query sees."""
         window = self.sliding_window or max(tokens for _, tokens in self.rows)
         seen = sum(
-            min(position + 1, window)
-            for queries, tokens in self.rows
-            for position in range(tokens - queries, tokens)
+            min(position + 1, window) for queries, tokens in self.rows for position in range(tokens - queries, tokens)
         )
         return 4 * seen * self.heads * self.head_dim
 
@@ -62,6 +70,32 @@ class Case:
     @property
     def pages_used(self) -> int:
         return sum(-(-tokens // self.page_size) for _, tokens in self.rows)
+
+
+LAYERS, LAYER = 2, 1  # of the pool of `operands`
+POISON = (np.nan, np.inf, -np.inf)
+
+
+def operands(case: Case, seed: int = 0, dtype: Any = np.float32) -> tuple[Any, ...]:
+    """Arguments of `paged_attention`: pages in a mixed order, and poison wherever no token of a row lies: in the
+    ends of last pages, in pages that are free, in the other layer, in the scratch page."""
+    rng = np.random.default_rng(seed)
+    total = case.pages_used + 3
+    shape = (LAYERS, total, case.kv_heads, case.page_size, case.head_dim)
+    k, v = (rng.choice(POISON, shape).astype(np.float32) for _ in range(2))
+    order = (1 + rng.permutation(total - 1)).tolist()
+    table = np.zeros((len(case.rows), case.max_pages), np.int32)
+    for row, (_, tokens) in enumerate(case.rows):
+        for column in range(-(-tokens // case.page_size)):
+            page = table[row, column] = order.pop()
+            filled = min(case.page_size, tokens - column * case.page_size)
+            for pool in (k, v):
+                pool[LAYER, page, :, :filled] = rng.normal(size=(case.kv_heads, filled, case.head_dim))
+    queries = rng.normal(size=(case.num_tokens, case.heads, case.head_dim))
+    start = np.cumsum([0, *(queries for queries, _ in case.rows)]).astype(np.int32)
+    lengths = np.array([tokens for _, tokens in case.rows], np.int32)
+    floats = (jnp.asarray(a, dtype) for a in (queries, k, v))
+    return (*floats, LAYER, jnp.asarray(table), jnp.asarray(start), jnp.asarray(lengths))
 
 
 def _lengths(page: int) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.attention import in_numpy, inputs, options
+from support.attention import in_numpy
 
 from pallas_kernels.cards import CARDS, card_of
 from pallas_kernels.paged_attention import mosaic_gpu
-from pallas_kernels.paged_attention.cases import CASES, Case
+from pallas_kernels.paged_attention.cases import CASES, Case, operands
 from pallas_kernels.paged_attention.mosaic_gpu import Tuning, fitting, paged_attention_mosaic_gpu, unsupported
 
 needs_jax = pytest.mark.skipif(
@@ -31,12 +31,8 @@ CARD = replace(CARDS["h100"], cores=3)
 
 
 def case_for_the_kernel(case: Case) -> Case:
-    """The case with the next size that there is a kernel for, where its own is none."""
-    return replace(
-        case,
-        head_dim=max(case.head_dim, 64) if case.head_dim == 16 else case.head_dim,
-        page_size=max(case.page_size, 8),
-    )
+    """The case with the smallest pages that there is a kernel for, where its own are smaller."""
+    return replace(case, page_size=max(case.page_size, 8))
 
 
 def run(case: Case, arguments, *, card=CARD, tuning=None, return_lse=False):
@@ -46,7 +42,7 @@ def run(case: Case, arguments, *, card=CARD, tuning=None, return_lse=False):
 
     try:
         result = paged_attention_mosaic_gpu(
-            *arguments, card=card, tuning=tuning, return_lse=return_lse, **options(case),
+            *arguments, card=card, tuning=tuning, return_lse=return_lse, **case.options,
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )  # fmt: skip
         result = jax.tree.map(np.asarray, result)
@@ -66,7 +62,7 @@ def test_every_case(name):
     """Catches: a page, a stage or a part that is not waited for, or is overwritten; a block, a column or a head off by
     one; the poison of a masked key; padding that is not zero."""
     case = case_for_the_kernel(CASES[name])
-    arguments = inputs(case)
+    arguments = operands(case)
     out, lse = run(case, arguments, return_lse=True)
     expected, expected_lse = in_numpy(case, *arguments, return_lse=True)
     np.testing.assert_allclose(out, expected, atol=1e-5, rtol=1e-5)
@@ -80,7 +76,7 @@ def test_every_case(name):
 def test_half_precision_is_near_float64(name, dtype):
     """Catches: a softmax or an accumulator in half precision."""
     case = case_for_the_kernel(CASES[name])
-    arguments = inputs(case, dtype=dtype)
+    arguments = operands(case, dtype=dtype)
     out = run(case, arguments)
     assert out.dtype == dtype
     expected = in_numpy(case, *arguments)
@@ -112,7 +108,7 @@ def ragged(draw) -> Case:
 def test_any_ragged_batch(window, case, seed):
     """Catches: a mix of lengths for which parts or blocks are counted wrongly, or a barrier is a phase behind."""
     case = replace(case, sliding_window=window)
-    queries, k, v, layer, table, start, lengths = inputs(case, seed)
+    queries, k, v, layer, table, start, lengths = operands(case, seed)
     table = jnp.pad(table, ((0, 0), (0, PAGES - table.shape[1])))
     k, v = (
         jnp.pad(a, ((0, 0), (0, ROWS * PAGES + 3 - a.shape[1]), *((0, 0),) * 3), constant_values=np.nan) for a in (k, v)
@@ -126,7 +122,7 @@ def test_any_ragged_batch(window, case, seed):
 def test_tuning_changes_no_result(tuning):
     """Catches: a stage or a part that only the default sizes have."""
     case = Case("tuned", ((1, 300), (19, 150), (0, 0), (1, 1)), head_dim=64)
-    arguments = inputs(case)
+    arguments = operands(case)
     expected = in_numpy(case, *arguments)
     np.testing.assert_allclose(run(case, arguments, tuning=tuning), expected, atol=1e-5, rtol=1e-5)
 
@@ -151,7 +147,7 @@ def test_what_there_is_no_kernel_for_is_said():
     assert said(dtype=jnp.float32) == "queries are float32 and pages float32; both must be bfloat16, or both float16"
     assert said(pages_dtype=jnp.float16).startswith("queries are bfloat16 and pages float16")
     assert said(head_dim=72) == "head_dim is 72; it must be a multiple of 16 up to 128, or of 32 up to 256"
-    assert said(head_dim=144) and said(head_dim=320) and said(head_dim=256) is None
+    assert said(head_dim=16) is None and said(head_dim=144) and said(head_dim=320) and said(head_dim=256) is None
     assert said(heads=256) == "128 query heads share a KV head; at most 64 can"
     assert said(page=4) == "page_size is 4; it must be 8, 16, 32 or a multiple of 64"
     assert said(page=96) and said(page=24)

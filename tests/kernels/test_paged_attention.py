@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.attention import in_numpy, inputs, options
+from support.attention import in_numpy
 
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
-from pallas_kernels.paged_attention.cases import CASES, Case
+from pallas_kernels.paged_attention.cases import CASES, Case, operands
 
 HERE = [i for i in IMPLEMENTATIONS if not i.platforms or "cpu" in i.platforms]
 NAMES = [i.name for i in HERE]
@@ -39,8 +39,8 @@ def test_every_case(name, implementation):
     """Catches: an edge of a page, a tile or a chunk off by one; a head that reads another group's keys; a masked NaN
     that still spreads; padding that is not zero."""
     case = CASES[name]
-    arguments = inputs(case)
-    result = np.asarray(attention(implementation, optimize=False, **options(case))(*arguments))
+    arguments = operands(case)
+    result = np.asarray(attention(implementation, optimize=False, **case.options)(*arguments))
     np.testing.assert_allclose(result, in_numpy(case, *arguments), atol=1e-5, rtol=1e-5)
     used = case.num_tokens - case.padding
     assert (result[used:] == 0).all()
@@ -51,8 +51,8 @@ def test_every_case(name, implementation):
 def test_half_precision_keeps_its_dtype_and_sums_in_float32(implementation, dtype):
     """Catches: a softmax or a sum over 700 keys in half precision."""
     case = CASES["long-decode"]
-    arguments = inputs(case, dtype=dtype)
-    result = attention(implementation, **options(case))(*arguments)
+    arguments = operands(case, dtype=dtype)
+    result = attention(implementation, **case.options)(*arguments)
     assert result.dtype == dtype
     error = np.abs(np.asarray(result, np.float64) - in_numpy(case, *arguments))
     assert error.max() < (0.01 if dtype == jnp.bfloat16 else 0.002)
@@ -81,7 +81,7 @@ def ragged(draw) -> Case:
 @example(case=Case("idle", ((0, 0),) * ROWS, page_size=PAGE, padding=BUDGET), seed=0)
 def test_any_ragged_batch_equals_the_specification(window, case, seed):
     """Catches: a mix of lengths for which tiles, groups or columns are counted wrongly."""
-    queries, k, v, layer, table, start, lengths = inputs(case, seed)
+    queries, k, v, layer, table, start, lengths = operands(case, seed)
     table = jnp.pad(table, ((0, 0), (0, PAGES - table.shape[1])))
     k, v = (jnp.pad(a, ((0, 0), (0, ROWS * PAGES + 3 - a.shape[1]), *((0, 0),) * 3)) for a in (k, v))
     static = {"scale": 0.25, "sliding_window": window, "soft_cap": None}
@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation):
             others = (*others, *((0, 0),) * (rows - 1 - len(others)))
             beside = (*others[:place], row, *others[place:])
             case = Case("beside", beside, page_size=page, padding=21 - sum(q for q, _ in beside))
-            queries, k, v, layer, table, start, lengths = (np.asarray(a).copy() for a in inputs(case, seed=place))
+            queries, k, v, layer, table, start, lengths = (np.asarray(a).copy() for a in operands(case, seed=place))
             rng = np.random.default_rng(7)  # the row itself is always the same
             queries[start[place]] = rng.normal(size=queries.shape[1:])
             for pool in (k, v):
@@ -114,7 +114,7 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation):
                 for token in range(row[1]):
                     pool[layer, table[place, token // page], :, token % page] = content[token]
             table = np.pad(table, ((0, 0), (0, 24 - table.shape[1])))
-            static = options(alone)
+            static = alone.options
             result = attention(implementation, **static)(queries, k, v, int(layer), table, start, lengths)
             mine = np.asarray(result)[start[place]]
             expected = mine if expected is None else expected
@@ -126,8 +126,8 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation):
 def test_the_log_sum_exp_comes_with_it(name, implementation):
     """Catches: a base of 2, a maximum left out, a mask left out; a number for padding."""
     case = CASES[name]
-    arguments = inputs(case)
-    function = attention(implementation, optimize=False, return_lse=True, **options(case))
+    arguments = operands(case)
+    function = attention(implementation, optimize=False, return_lse=True, **case.options)
     for result, expected in zip(function(*arguments), in_numpy(case, *arguments, return_lse=True), strict=True):
         np.testing.assert_allclose(result, expected, atol=1e-5, rtol=1e-5)
 
@@ -183,7 +183,7 @@ def test_soft_cap_bends_scores_and_the_mask_comes_after(implementation):
 
 def test_shapes_that_do_not_belong_together_are_named():
     """Catches: JAX broadcasting or clamping what should have been refused."""
-    queries, k, v, layer, table, start, lengths = inputs(CASES["one-prompt"])
+    queries, k, v, layer, table, start, lengths = operands(CASES["one-prompt"])
 
     def refused(words, q=queries, k=k, v=v, table=table, start=start, **changes):
         with pytest.raises(ValueError, match=words):
@@ -203,12 +203,12 @@ def test_shapes_that_do_not_belong_together_are_named():
 
 def test_what_numba_cannot_compute_is_said():
     """JX-06. Catches: half precision read as float32, a head that is no whole number of vectors."""
-    arguments = inputs(CASES["one-prompt"], dtype=jnp.bfloat16)
+    arguments = operands(CASES["one-prompt"], dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="'numba' cannot, for it computes in float32, and queries are bfloat16"):
         paged_attention(*arguments, scale=1.0, implementation="numba")
     with pytest.raises(ValueError, match="'numba' cannot, for it does not return the log-sum-exp"):
-        paged_attention(*inputs(CASES["one-prompt"]), scale=1.0, implementation="numba", return_lse=True)
-    narrow = inputs(Case("narrow", ((3, 3),), head_dim=8))
+        paged_attention(*operands(CASES["one-prompt"]), scale=1.0, implementation="numba", return_lse=True)
+    narrow = operands(Case("narrow", ((3, 3),), head_dim=8))
     with pytest.raises(ValueError, match="'numba' cannot, for head_dim must be a multiple of 16, and is 8"):
         paged_attention(*narrow, scale=1.0, implementation="numba")
 
@@ -216,7 +216,7 @@ def test_what_numba_cannot_compute_is_said():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_auto_takes_numba_where_it_can(dtype):
     """Catches: the faster kernel left out of what everybody runs."""
-    arguments = inputs(CASES["one-prompt"], dtype=dtype)
+    arguments = operands(CASES["one-prompt"], dtype=dtype)
     text = attention("auto", scale=1.0).lower(*arguments).as_text()
     assert ("jpaged_paged_attention" in text) == (dtype == jnp.float32)
 
@@ -225,8 +225,8 @@ def test_calls_from_many_threads_do_not_wait_for_each_other():
     """Catches: calls that hold XLA's threads until their helpers have come, who wait for a thread; memory or counters
     that two calls share; a helper that comes when all is done."""
     case = CASES["many-short-prompts"]
-    arguments = inputs(case)
-    function = attention("numba", **options(case))
+    arguments = operands(case)
+    function = attention("numba", **case.options)
     expected = np.asarray(function(*arguments))
     with ThreadPoolExecutor(8) as threads:
         for result in threads.map(lambda _: np.asarray(function(*arguments)), range(400), timeout=120):
@@ -236,17 +236,17 @@ def test_calls_from_many_threads_do_not_wait_for_each_other():
 def test_it_runs_under_vmap_and_on_a_thread_alone():
     """Catches: a call that needs a second thread; one that cannot be batched by those who compare pools."""
     case = CASES["long-chunk"]
-    queries, k, v, layer, *rest = inputs(case)
-    function = attention("numba", **options(case))
+    queries, k, v, layer, *rest = operands(case)
+    function = attention("numba", **case.options)
     two = jax.vmap(lambda q: function(q, k, v, layer, *rest))(jnp.stack([queries, 2 * queries]))
     np.testing.assert_array_equal(two[0], function(queries, k, v, layer, *rest))
     np.testing.assert_array_equal(two[1], function(2 * queries, k, v, layer, *rest))
     program = (
         "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); sys.path[:0] = sys.argv[2:]\n"
         "import numpy as np\n"
-        "from test_paged_attention import CASES, attention, inputs, options\n"
+        "from test_paged_attention import CASES, attention, operands\n"
         "case = CASES['long-chunk']\n"
-        "np.save(sys.argv[1], attention('numba', **options(case))(*inputs(case)))\n"
+        "np.save(sys.argv[1], attention('numba', **case.options)(*operands(case)))\n"
     )
     with TemporaryDirectory() as folder:
         here = Path(__file__).parent

@@ -103,11 +103,7 @@ def write_hf(
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's order of query and key rows, as its convert_hf_to_gguf.py writes it."""
-    return (
-        rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(rows.shape)
-    )
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def gguf_tensors(hf: dict[str, np.ndarray], kv_heads: int = KV_HEADS) -> dict[str, np.ndarray]:
@@ -212,9 +208,7 @@ def byte_level_tokenizer(*, bos: bool = True, eos: bool = False) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     if bos or eos:
         single = ("<s> " if bos else "") + "$A" + (" </s>" if eos else "")
-        backend.post_processor = processors.TemplateProcessing(
-            single=single, special_tokens=[("<s>", 1), ("</s>", 2)]
-        )
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
     return backend
 
 
@@ -244,9 +238,7 @@ def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
 def metaspace_tokenizer() -> Tokenizer:
     """The same pieces as `sentencepiece_metadata`, decoded by Metaspace as older Llama tokenizers are."""
     merges = [("He", "llo"), ("▁", "Hello"), ("▁w", "orld")]
-    backend = Tokenizer(
-        models.BPE(vocab={p: i for i, p in enumerate(SENTENCEPIECE)}, merges=merges, unk_token="<unk>")
-    )
+    backend = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(SENTENCEPIECE)}, merges=merges, unk_token="<unk>"))
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")

@@ -1,10 +1,10 @@
 """The scheduler again, in lists and dicts: what `jpaged.step` says it does, written without an array.
 
-    evict     what ended leaves its slot and row
-    preempt   the largest number of oldest requests stays whose new pages are free, or held by those who go
-    admit     in order of arrival, while there are slots, something of the budget, and pages
-    schedule  one token each, oldest first, then the rest of the budget, oldest first; lowest free page first
-    sample    what the decoder prefers, unless it is banned
+evict     what ended leaves its slot and row
+preempt   the largest number of oldest requests stays whose new pages are free, or held by those who go
+admit     in order of arrival, while there are slots, something of the budget, and pages
+schedule  one token each, oldest first, then the rest of the budget, oldest first; lowest free page first
+sample    what the decoder prefers, unless it is banned
 """
 
 from __future__ import annotations

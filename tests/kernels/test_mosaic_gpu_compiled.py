@@ -1,0 +1,53 @@
+"""The paged-attention kernel compiled for an H200 that is not here: what the assembler reports of each class of shapes,
+against the table in `tests/gpu/kernels.json`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from pallas_kernels.cards import CARDS
+from pallas_kernels.paged_attention import mosaic_gpu
+from pallas_kernels.paged_attention.cases import BENCHMARKS, Case
+
+SCRIPT = Path(__file__).parents[1] / "gpu" / "aot_kernels.py"
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < mosaic_gpu._NEEDS_JAX or importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="needs JAX 0.11 and XLA's CUDA plugin; .ci/run has environments with both",
+)
+def test_no_kernel_spills_and_none_grows(record_property):
+    """Catches: an accumulator that no longer fits the registers, a stage that no longer fits shared memory, a shape
+    that does not lower at all."""
+    result = subprocess.run([sys.executable, str(SCRIPT), "--json"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    recorded = json.loads(SCRIPT.with_name("kernels.json").read_text()).get(jax.__version__, {})
+    record_property("paged_attention, registers", json.dumps({name: row["registers"] for name, row in found.items()}))
+    for name, row in found.items():
+        assert row["spilled_bytes"] == 0, name
+        assert row["registers"] <= 255 and row["shared_bytes"] <= CARDS["h200"].shared_bytes, name
+        for quantity, before in recorded.get(name, {}).items():
+            assert row[quantity] <= before, f"{name}: {quantity} was {before}; if that is meant, run {SCRIPT} --write"
+    assert not recorded or set(found) == set(recorded)
+
+
+def test_limits_are_what_they_are_by_hand():
+    """Catches: keys counted once a query head, a window that is forgotten, queries that see what comes after them."""
+    case = BENCHMARKS["decode-64x2048"]
+    assert case.bytes_moved(2) == 2 * (64 * 2048 * 8 * 128 * 2 + 2 * 64 * 32 * 128)
+    assert case.operations == 4 * 64 * 2048 * 32 * 128
+    assert case.least_seconds(CARDS["h200"]) == case.bytes_moved(2) / 4.8e12
+    prompt = Case("prompt", ((3, 5),), heads=2, kv_heads=1, head_dim=4, sliding_window=2)
+    assert prompt.operations == 4 * (2 + 2 + 2) * 2 * 4
+    assert prompt.bytes_moved(2) == 2 * 4 * (2 * 4 * 1 + 2 * 3 * 2)  # of 5 tokens the first is not seen
+    long = BENCHMARKS["serve-long-prefill"]
+    assert long.operations == 4 * sum(range(8192 - 2048 + 1, 8193)) * 32 * 128
+    assert long.least_seconds(CARDS["h200"]) == long.operations / 989e12
