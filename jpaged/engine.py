@@ -213,7 +213,9 @@ class Engine:
         """Steps in a burst. One that can hold a long prompt is followed by a look at what is wanted next."""
         return (config.steps_per_burst or 1) if budget <= config.max_num_seqs else 1
 
-    def _program(self, budget: int) -> Any:
+    def program(self, budget: int) -> Any:
+        """The compiled burst of a token budget: (parameters, state) -> (state, records, demand); see `step.run`. The
+        state is donated. Compiled the first time."""
         if budget not in self._programs:
             start = time.perf_counter()
             self._programs[budget] = self._lower(self.config, budget).compile()
@@ -231,7 +233,7 @@ class Engine:
     def warmup(self) -> None:
         """Compiles every program there is, so that none is compiled while requests wait."""
         for budget in self.config.budgets:
-            self._program(budget)
+            self.program(budget)
         self._put(Submission.empty(_SUBMIT_BATCH, self.max_model_len))
         self._drop([])
 
@@ -242,7 +244,7 @@ class Engine:
 
     def program_text(self, budget: int) -> str:
         """The compiled program of a token budget, as HLO text."""
-        return self._program(budget).as_text()
+        return self.program(budget).as_text()
 
     def burst_steps(self, budget: int) -> int:
         """Steps that a burst of that token budget runs."""
@@ -314,7 +316,7 @@ class Engine:
             return events
         self._feed()
         budget = self._budget(int(self._demand))
-        program = self._program(budget)
+        program = self.program(budget)
         self._state, records, self._demand = program(self._params, self._state)
         return events + self._read(jax.device_get(records), budget)
 
