@@ -1,9 +1,11 @@
 """Compiles the engine's step for H200s, without one, with the shapes of real models, and prints what came of it.
 
-    python tests/gpu/aot_step.py llama-8b qwen-0.5b llama-70b
+    python tests/gpu/aot_step.py             all models
+    python tests/gpu/aot_step.py llama-8b    one
+    python tests/gpu/aot_step.py --write     all, recorded for this JAX in tests/gpu/step.json
 
-Run by `tests/contract/test_compiled_step.py` in a process that has XLA's CUDA plugin on its path; the last line of
-the output is JSON. Nothing is allocated: parameters and state are shapes.
+Run by `tests/contract/test_compiled_step.py` in a process that has XLA's CUDA plugin on its path, and compared with
+what is recorded; the last line of the output is JSON. Nothing is allocated: parameters and state are shapes.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from jpaged.parallel.rules import TENSOR, parameter_shardings, state_shardings
 from jpaged.step import make_state, run, step
 
 ROWS = 64
+RECORD = Path(__file__).with_name("step.json")
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,16 @@ def measure(program: Program) -> dict:
 
 
 def main() -> None:
-    results = [{"model": name} | measure(program) for name in sys.argv[1:] for program in PROGRAMS[name]]
+    names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(PROGRAMS)
+    results = [{"model": name} | measure(program) for name in names for program in PROGRAMS[name]]
+    if "--write" in sys.argv:
+        versions = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        versions[jax.__version__] = results
+        body = ",\n".join(
+            f' "{version}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
+            for version, rows in sorted(versions.items())
+        )
+        RECORD.write_text("{\n" + body + "\n}\n")
     print(json.dumps(results))
 
 
