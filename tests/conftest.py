@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, by whichever test comes first
+# Before jax is imported, by whichever test comes first.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if importlib.metadata.version("jax").split(".")[:2] >= ["0", "11"]:
+    # Pallas's GPU interpreter runs each thread of a kernel as a program that waits for the others. XLA's pool has as
+    # many threads as there are cores: with two, they can all be taken by those who wait.
+    os.environ.setdefault("NPROC", "16")
 
 import jax
 import pytest

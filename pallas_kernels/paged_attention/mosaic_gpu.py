@@ -1,4 +1,4 @@
-"""Ragged paged attention for Hopper, in Pallas Mosaic GPU: TMA by page number, wgmma, an online softmax.
+"""Ragged paged attention for Hopper and Blackwell, in Pallas Mosaic GPU: TMA by page number, an online softmax.
 
 The work is a list of parts (see `plan.py`) times KV heads. Each core runs one block of threads, which goes through its
 share of the list. Its warpgroups have different tasks, so that loads of the next part are under way before this one
@@ -14,8 +14,9 @@ ends:
       page 9 |#####...........|  ---------------------->  |#####...........|  past the end: never weighed
 
 Keys and values of one KV head in one page lie together, so a page is one copy, whatever its number; the swizzle
-that wgmma wants is made by the TMA unit on the way. The queries of all heads that share a KV head are one operand:
-`tile_tokens * group` rows of 64. Scores, softmax and accumulators are float32.
+that the products want is made by the TMA unit on the way. The queries of all heads that share a KV head are one
+operand: `tile_tokens * group` rows of 64 or 128. The products are in `tensor_cores.py`. Scores, softmax and
+accumulators are float32.
 
 A score is masked before it counts, but a weight of 0 does not silence a NaN among the values: in the block where a
 row ends, what lies past the end is set to zero in shared memory.
@@ -34,15 +35,16 @@ from jax import lax
 
 from pallas_kernels.cards import CARDS, Card, target_card, target_kind
 from pallas_kernels.paged_attention.plan import Plan, make_plan, num_tiles
+from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES, TensorCores
 
-#: rows of one wgmma operand
-_TILE = 64
 #: keys of a block
 _BLOCK = 64
 _LOG2E = math.log2(math.e)
 
-#: JAX that has what the kernel is written with
-_NEEDS_JAX = (0, 11)
+#: query heads that can share a KV head: they are rows of one tile
+_MOST_SHARED = min(cores.tile for cores in TENSOR_CORES.values())
+#: JAX that has what the kernel is written with, and with which it is tested, by architecture
+NEEDS_JAX = {"sm_90a": (0, 11), "sm_100a": (0, 12)}
 
 
 @dataclass(frozen=True)
@@ -61,28 +63,30 @@ class Tuning:
     query_slots: int = 2
     extra_parts: int = 2
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Shared memory of one block of threads, with 2 KiB for barriers and alignment."""
-        warpgroups, columns = _columns(head_dim)
-        queries = self.query_slots * _TILE * head_dim * 2
+    def shared_bytes(self, head_dim: int, cores: TensorCores) -> int:
+        """Shared memory of one block of threads, with 3 KiB for barriers, reductions and alignment."""
+        warpgroups, _, columns = cores.split(head_dim)
+        queries = self.query_slots * cores.tile * head_dim * 2
         stages = self.stages * 2 * self.block * head_dim * 2
-        own = _TILE * self.block * 2 + _TILE * columns * 4  # weights, outputs on their way to memory
-        return queries + stages + warpgroups * own + _TILE * 4 + 2048
+        own = cores.tile * (self.block * 2 + columns * 4)  # weights, outputs on their way to memory
+        return queries + stages + warpgroups * own + cores.tile * 4 + 3072
 
 
-def fitting(head_dim: int, shared_bytes: int) -> Tuning:
-    """As many stages as shared memory holds."""
+def fitting(head_dim: int, card: Card) -> Tuning:
+    """As many stages as the card's shared memory holds."""
     tunings = [Tuning(_BLOCK, stages, slots) for slots in (2, 1) for stages in range(6, 1, -1)]
-    return next(t for t in tunings if t.shared_bytes(head_dim) <= shared_bytes)
+    cores = TENSOR_CORES[card.architecture]
+    return next(t for t in tunings if t.shared_bytes(head_dim, cores) <= card.shared_bytes)
 
 
 def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool = False) -> str | None:
     """Why the kernel cannot compute these operands here, as the end of a sentence; None if it can."""
-    if jax.__version_info__ < _NEEDS_JAX:
-        return f"it needs JAX {'.'.join(map(str, _NEEDS_JAX))}, and this is {jax.__version__}"
     card = target_card()
-    if card is None or card.architecture != "sm_90a":
-        return f"it is written for Hopper (H100, H200), and this is {target_kind()}"
+    if card is None or card.architecture not in TENSOR_CORES:
+        return f"it is written for Hopper and Blackwell (H100, H200, B200), and this is {target_kind()}"
+    needed = NEEDS_JAX[card.architecture]
+    if jax.__version_info__ < needed:
+        return f"on {card.name} it needs JAX {'.'.join(map(str, needed))}, and this is {jax.__version__}"
     return unsupported(queries, k_pages)
 
 
@@ -94,18 +98,11 @@ def unsupported(queries: jax.Array, k_pages: jax.Array) -> str | None:
         return f"queries are {queries.dtype} and pages {k_pages.dtype}; both must be bfloat16, or both float16"
     if head_dim % 16 or head_dim > 256 or (head_dim > 128 and head_dim % 32):
         return f"head_dim is {head_dim}; it must be a multiple of 16 up to 128, or of 32 up to 256"
-    if heads // kv_heads > _TILE:
-        return f"{heads // kv_heads} query heads share a KV head; at most {_TILE} can"
+    if heads // kv_heads > _MOST_SHARED:
+        return f"{heads // kv_heads} query heads share a KV head; at most {_MOST_SHARED} can"
     if page_size % 8 or (_BLOCK % page_size and page_size % _BLOCK):
         return f"page_size is {page_size}; it must be 8, 16, 32 or a multiple of {_BLOCK}"
     return None
-
-
-def _columns(head_dim: int) -> tuple[int, int]:
-    """Compute warpgroups, which share out the columns of the values, and the columns of one product of theirs."""
-    warpgroups = 1 if head_dim <= 128 else 2  # the accumulators of 256 columns do not fit the registers of one
-    width = head_dim // warpgroups
-    return warpgroups, 64 if width % 64 == 0 else width
 
 
 def paged_attention_mosaic_gpu(
@@ -124,7 +121,7 @@ def paged_attention_mosaic_gpu(
     return _paged_attention(
         queries, k_pages, v_pages, jnp.asarray(layer, jnp.int32), page_table, query_start, kv_len, scale=scale,
         sliding_window=sliding_window, soft_cap=soft_cap, return_lse=return_lse, card=card,
-        tuning=tuning or fitting(queries.shape[2], card.shared_bytes), interpret=interpret,
+        tuning=tuning or fitting(queries.shape[2], card), interpret=interpret,
     )  # fmt: skip
 
 
@@ -142,7 +139,7 @@ def _paged_attention(
     group = heads // kv_heads
     rows = kv_len.shape[0]
     # Where there are no more tokens than rows, nearly all rows decode: a tile is one token.
-    tile_tokens = 1 if tokens <= rows else _TILE // group
+    tile_tokens = 1 if tokens <= rows else TENSOR_CORES[card.architecture].tile // group
     used = -(-tile_tokens * group // 8) * 8
     tiles = num_tiles(tokens, rows, tile_tokens)
     extra = -(-tuning.extra_parts * card.cores // kv_heads)
@@ -158,7 +155,7 @@ def _paged_attention(
 
     work = jnp.stack([plan.row, plan.tile, plan.position, plan.length, plan.begin, plan.end], axis=1)
     part_out, part_lse = _attend(
-        tiled, k_pages, v_pages, layer[None], page_table, work, group=group, tuning=tuning, cores=card.cores,
+        tiled, k_pages, v_pages, layer[None], page_table, work, group=group, tuning=tuning, card=card,
         scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
     out, lse = _merge(part_out, part_lse, plan, tiles)
@@ -174,36 +171,47 @@ def _paged_attention(
     return (out, jnp.where(padding[:, None], -jnp.inf, by_token(lse))) if return_lse else out
 
 
+def _slices(columns: list[Any], width: int) -> list[Any]:
+    """The same columns, in slices of `width`."""
+    return [type(c)(start, width, 1) for c in columns for start in range(c.start, c.start + c.size, width)]
+
+
 def _merge(out: jax.Array, lse: jax.Array, plan: Plan, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Parts `[parts, kv_heads, used, ...]` to tiles, weighed by their share of the softmax, in one order."""
-    own = plan.end > plan.begin
-    lse = jnp.where(own[:, None, None], lse, -jnp.inf)
-    first, rest = lse[:tiles], lse[tiles:]
-    belongs = plan.tile[tiles:, None] == jnp.arange(tiles, dtype=jnp.int32)  # [extra, tiles]
-    most = jnp.max(jnp.where(belongs[:, :, None, None], rest[:, None], -jnp.inf), axis=0, initial=-jnp.inf)
-    most = jnp.maximum(first, most)
+    """Parts `[parts, kv_heads, used, ...]` to tiles, weighed by their share of the softmax, in one order.
+
+    The extra parts are added to their tiles by a product with ones and zeros, and a zero does not silence a NaN: what
+    a part without keys left in memory, or one of a request that has turned NaN, is taken out before and put back after.
+    """
+    written = (plan.end > plan.begin)[:, None, None]
+    lse, out = jnp.where(written, lse, -jnp.inf), jnp.where(written[..., None], out, 0)
+    extra_lse, extra_out = lse[tiles:], out[tiles:]
+    finite = jnp.all(jnp.isfinite(extra_out), axis=-1) & (extra_lse < jnp.inf)
+    of_tile = plan.tile[tiles:, None] == jnp.arange(tiles, dtype=jnp.int32)  # [extra, tiles]
+
+    def largest(extra):
+        return jnp.max(jnp.where(of_tile[:, :, None, None], extra[:, None], -jnp.inf), axis=0, initial=-jnp.inf)
+
+    def total(extra):
+        return jnp.einsum("et,e...->t...", of_tile.astype(jnp.float32), extra, precision="highest")
+
+    most = jnp.maximum(lse[:tiles], largest(jnp.where(finite, extra_lse, -jnp.inf)))
     most = jnp.where(most == -jnp.inf, 0, most)
-    weight = jnp.exp(first - most)
-    rest_weight = jnp.exp(rest - most[jnp.minimum(plan.tile[tiles:], tiles - 1)])
-    rest_weight = jnp.where(own[tiles:, None, None], rest_weight, 0)
+    weight = jnp.exp(lse[:tiles] - most)
+    extra_weight = jnp.exp(extra_lse - most[jnp.minimum(plan.tile[tiles:], tiles - 1)])
+    finite &= jnp.isfinite(extra_weight)  # the tile's first part may be the one that is not
+    extra_weight = jnp.where(finite, extra_weight, 0)
+    extra_out = jnp.where(finite[..., None], extra_out, 0)
 
-    def add(first, rest):
-        return first + jnp.einsum("et,e...->t...", belongs.astype(jnp.float32), rest, precision="highest")
-
-    total = add(weight, rest_weight)
-    # What an unneeded part left in memory is not a number to be multiplied.
-    shape = (slice(None), None, None, None)
-    kept = [
-        jnp.where(own[s][shape], out[s], 0) * w[..., None]
-        for s, w in ((slice(0, tiles), weight), (slice(tiles, None), rest_weight))
-    ]
-    merged = add(*kept) / jnp.where(total == 0, 1, total)[..., None]
-    return merged, jnp.log(total) + most
+    share = weight + total(extra_weight)
+    merged = out[:tiles] * weight[..., None] + total(extra_out * extra_weight[..., None])
+    merged /= jnp.where(share == 0, 1, share)[..., None]
+    ill = largest(jnp.where(finite, 0.0, 1.0)) > 0
+    return jnp.where(ill[..., None], jnp.nan, merged), jnp.where(ill, jnp.nan, jnp.log(share) + most)
 
 
 def _attend(
     tiled: jax.Array, k_pages: jax.Array, v_pages: jax.Array, layer: jax.Array, page_table: jax.Array,
-    work: jax.Array, *, group: int, tuning: Tuning, cores: int, scale: float, sliding_window: int | None,
+    work: jax.Array, *, group: int, tuning: Tuning, card: Card, scale: float, sliding_window: int | None,
     soft_cap: float | None, interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The kernel: every part's own softmax.
@@ -222,12 +230,15 @@ def _attend(
     per_copy = min(block, page_size)
     copies = block // per_copy
     items = parts * kv_heads
-    cores = min(cores, items)
-    computing, width = _columns(head_dim)
+    cores = min(card.cores, items)
+    tensor_cores = TENSOR_CORES[card.architecture]
+    rows_of_tile = tensor_cores.tile
+    computing, width, out_width = tensor_cores.split(head_dim)
 
     def kernel(
         q_ref, k_ref, v_ref, layer_ref, table, work_ref, out_ref, lse_ref,
         q_smem, k_smem, v_smem, all_weights, all_outs, lse_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
+        *scratch,
     ):  # fmt: skip
         core, warpgroup = lax.axis_index("core"), lax.axis_index("warpgroup")
 
@@ -252,7 +263,8 @@ def _attend(
             position, length, begin = work_ref[part, 2], work_ref[part, 3], work_ref[part, 4]
             q_slot = lax.rem(nth, jnp.int32(tuning.query_slots))
             plgpu.barrier_wait(q_ready.at[q_slot])
-            place = plgpu.broadcasted_iota(jnp.int32, (_TILE,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+            layout = tensor_cores.layout()
+            place = plgpu.broadcasted_iota(jnp.int32, (rows_of_tile,), 0, layout=layout.reduce(1))
             # Rows past the tile's queries stand for no query; they see what the last of the row sees.
             query = jnp.minimum(position + lax.div(place, jnp.int32(group)), length - 1)
 
@@ -269,11 +281,7 @@ def _attend(
                 first_key = (begin + i) * block
                 plgpu.barrier_wait(k_ready.at[slot])
 
-                def product(acc):
-                    plgpu.wgmma(acc, q_smem.at[q_slot], k_smem.at[slot].T)
-                    return acc[...]
-
-                scores = pl.run_scoped(product, plgpu.ACC((_TILE, block), jnp.float32))
+                scores = tensor_cores.scores(q_smem.at[q_slot], k_smem.at[slot], scratch)
                 plgpu.barrier_arrive(k_free.at[slot])
                 if soft_cap is None:
                     scores *= scale * _LOG2E
@@ -281,7 +289,7 @@ def _attend(
                     scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * _LOG2E)
                 after = query - first_key  # how many keys of the block a query sees, less one
                 after = lax.broadcast_in_dim(after, scores.shape, [0])
-                key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+                key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
                 seen = key <= after
                 if sliding_window is not None:
                     seen &= key > after - sliding_window
@@ -299,29 +307,20 @@ def _attend(
                 pl.when(first_key + block > length)(partial(zero_past_the_end, slot, first_key))
                 plgpu.commit_smem()
 
-                new_outs = []
-                for out, column in zip(outs, columns, strict=True):
-
-                    def weigh(acc, column=column):
-                        plgpu.wgmma(acc, weights_smem, v_smem.at[slot, :, column])
-                        return acc[...]
-
-                    added = pl.run_scoped(weigh, plgpu.ACC(out.shape, jnp.float32))
-                    new_outs.append(out * lax.broadcast_in_dim(decay, out.shape, [0]) + added)
+                outs = tensor_cores.add(outs, decay, weights_smem, v_smem.at[slot], columns, i == 0, scratch)
                 plgpu.barrier_arrive(v_free.at[slot])
-                return tuple(new_outs), new_most, total
+                return outs, new_most, total
 
-            def constant(value, shape, layout):
-                return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+            def by_row(value):
+                return plgpu.layout_cast(jnp.full((rows_of_tile,), value, jnp.float32), layout.reduce(1))
 
-            by_row = plgpu.Layout.WGMMA.reduce(1)
-            outs = tuple(constant(0, (_TILE, width), plgpu.Layout.WGMMA) for _ in columns)
-            carry = (outs, constant(-jnp.inf, (_TILE,), by_row), constant(0, (_TILE,), by_row))
+            carry = (tensor_cores.start(columns), by_row(-jnp.inf), by_row(0))
             outs, most, total = lax.fori_loop(0, blocks, step, carry)
             plgpu.barrier_arrive(q_free.at[q_slot])
 
             share = 1 / jnp.where(total == 0, jnp.float32(1), total)
-            for out, column in zip(outs, columns, strict=True):
+            for index, column in enumerate(_slices(columns, out_width)):
+                out = tensor_cores.read(outs, index, column, scratch)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written before has left shared memory
                 out_smem[...] = out * lax.broadcast_in_dim(share, out.shape, [0])
                 if mine == 0 and column.start == 0:
@@ -361,8 +360,8 @@ def _attend(
             def compute(mine=mine):
                 if computing > 1:  # as launched, each warpgroup has 168: a third of the core's
                     plgpu.set_max_registers(216, action="increase")
-                first, end = head_dim * mine // computing, head_dim * (mine + 1) // computing
-                for_each_part(partial(attend, mine, [pl.ds(start, width) for start in range(first, end, width)]))
+                own = pl.ds(head_dim // computing * mine, head_dim // computing)
+                for_each_part(partial(attend, mine, _slices([own], width)))
                 plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == computing)
@@ -397,10 +396,11 @@ def _attend(
             jax.ShapeDtypeStruct((parts, kv_heads, used), jnp.float32),
         ),
         scratch_types=(
-            operand(slots, _TILE, head_dim), stage, stage, operand(computing, _TILE, block),
-            plgpu.SMEM((computing, _TILE, width), jnp.float32), plgpu.SMEM((_TILE,), jnp.float32),
+            operand(slots, rows_of_tile, head_dim), stage, stage, operand(computing, rows_of_tile, block),
+            plgpu.SMEM((computing, rows_of_tile, out_width), jnp.float32), plgpu.SMEM((rows_of_tile,), jnp.float32),
             plgpu.Barrier(num_barriers=slots), ready, ready,
             plgpu.Barrier(num_arrivals=computing, num_barriers=slots), free, free,
+            *tensor_cores.scratch(block, head_dim),
         ),
         grid=(cores,),
         grid_names=("core",),

@@ -102,7 +102,9 @@ def test_pallas_kernels_import_jax_only():
     for module, path in modules("pallas_kernels").items():
         roots = {name.split(".")[0] for name in imports(module, path)}
         for_cpu = module.startswith("pallas_kernels.cpu.") or module.endswith(".numba_cpu")
-        assert roots <= allowed | ({"numba", "llvmlite", "numpy"} if for_cpu else set()), f"{module}: {sorted(roots)}"
+        extra = {"numba", "llvmlite", "numpy"} if for_cpu else set()
+        extra |= {"numpy"} if module.endswith(".cases") else set()  # what jax brings; operands for tests are made in it
+        assert roots <= allowed | extra, f"{module}: {sorted(roots)}"
 
 
 def test_numba_is_imported_where_a_cpu_computes_attention_and_no_sooner():

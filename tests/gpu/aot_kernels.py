@@ -27,7 +27,8 @@ from support.gpu_aot import compile_for, mesh
 from pallas_kernels import paged_attention
 from pallas_kernels.cards import CARDS
 from pallas_kernels.paged_attention.cases import BENCHMARKS, Case
-from pallas_kernels.paged_attention.mosaic_gpu import fitting
+from pallas_kernels.paged_attention.mosaic_gpu import NEEDS_JAX, fitting
+from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES
 
 RECORD = Path(__file__).with_name("kernels.json")
 
@@ -35,20 +36,20 @@ RECORD = Path(__file__).with_name("kernels.json")
 def classes() -> list[tuple[str, Case, str, str]]:
     """(name, case, dtype, card) of every class of shapes: each compiles to a kernel of its own. An H100 has as many
     cores as an H200, and gets the same kernels."""
-    found = []
-    for kind in ("decode", "mixed"):
-        case = BENCHMARKS[f"serve-{kind}"]
-        found += [(f"{kind}-{dtype}", case, dtype, "h200") for dtype in ("bfloat16", "float16")]
-        sizes = (64, 80, 96, 112, 192, 256)
-        found += [(f"{kind}-head_dim{d}", replace(case, head_dim=d), "bfloat16", "h200") for d in sizes]
-        ratios = (1, 3, 7, 8, 16)
-        found += [(f"{kind}-ratio{r}", replace(case, heads=8 * r), "bfloat16", "h200") for r in ratios]
-        pages = (8, 32, 64, 128, 256)
-        found += [(f"{kind}-page{p}", replace(case, page_size=p), "bfloat16", "h200") for p in pages]
-        changes = {"window": {"sliding_window": 100}, "cap": {"soft_cap": 50.0}}
-        changes["window-cap"] = changes["window"] | changes["cap"]
-        found += [(f"{kind}-{name}", replace(case, **c), "bfloat16", "h200") for name, c in changes.items()]
-    return found
+    cards = [card for card in ("h200", "b200") if jax.__version_info__ >= NEEDS_JAX[CARDS[card].architecture]]
+    return [what for card in cards for kind in ("decode", "mixed") for what in _classes(card, kind)]
+
+
+def _classes(card: str, kind: str) -> list[tuple[str, Case, str, str]]:
+    case = BENCHMARKS[f"serve-{kind}"]
+    changes: dict[str, dict] = {"": {}}
+    changes |= {f"-head_dim{d}": {"head_dim": d} for d in (64, 80, 96, 112, 192, 256)}
+    changes |= {f"-ratio{r}": {"heads": 8 * r} for r in (1, 3, 7, 8, 16)}
+    changes |= {f"-page{p}": {"page_size": p} for p in (8, 32, 64, 128, 256)}
+    window, cap = {"sliding_window": 100}, {"soft_cap": 50.0}
+    changes |= {"-window": window, "-cap": cap, "-window-cap": window | cap}
+    found = [(f"{card}-{kind}{name}", replace(case, **change), "bfloat16", card) for name, change in changes.items()]
+    return [*found, (f"{card}-{kind}-float16", case, "float16", card)]
 
 
 def compile_class(case: Case, dtype: str, card: str):
@@ -90,7 +91,9 @@ def measure() -> dict[str, dict[str, int]]:
             "registers": int(registers),
             "spilled_bytes": spilled,
             "barriers": int(barriers),
-            "shared_bytes": fitting(case.head_dim, CARDS[card].shared_bytes).shared_bytes(case.head_dim),
+            "shared_bytes": fitting(case.head_dim, CARDS[card]).shared_bytes(
+                case.head_dim, TENSOR_CORES[CARDS[card].architecture]
+            ),
             "temporary_bytes": temporary,
         }
         for (name, case, _, card), spilled, (registers, barriers), temporary in zip(

@@ -23,7 +23,7 @@ check() {
     "$venv/bin/pip" install --quiet -e ".[test]" "jax==$2" "jaxlib==$2"
     "$venv/bin/pip" install --quiet --no-deps "jax-cuda12-plugin==$2" "jax-cuda12-pjrt==$2" \
         nvidia-cuda-nvcc-cu12 nvidia-cuda-runtime-cu12
-    "$venv/bin/python" -m pytest tests/kernels/test_mosaic_gpu.py tests/kernels/test_mosaic_gpu_compiled.py \
+    "$venv/bin/python" -m pytest --dist load tests/kernels/test_mosaic_gpu.py tests/kernels/test_mosaic_gpu_compiled.py \
         tests/contract/test_compiled_step.py -k "mosaic or h200"
 }
 

@@ -1,8 +1,8 @@
 """The kernel for NVIDIA GPUs, run on a CPU by Pallas's interpreter, which has its threads, barriers and memories.
 
 In float32, so that a key left out or counted twice cannot pass for rounding; with the interpreter's race detection;
-and with NaN and infinities wherever no live token lies. Needs JAX 0.11; `.ci/run` has environments with 0.11.2 and
-0.12 for it.
+and with NaN and infinities wherever no live token lies. Needs JAX 0.11 for Hopper and 0.12 for Blackwell; `.ci/run` has
+environments with them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,27 @@ from hypothesis import strategies as st
 from support.attention import in_numpy
 
 from pallas_kernels.cards import CARDS, card_of
-from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.cases import CASES, Case, operands
-from pallas_kernels.paged_attention.mosaic_gpu import Tuning, fitting, paged_attention_mosaic_gpu, unsupported
-
-needs_jax = pytest.mark.skipif(
-    jax.__version_info__ < mosaic_gpu._NEEDS_JAX,
-    reason=f"the kernel needs JAX 0.11 and this is {jax.__version__}; .ci/run tests it in environments of its own",
+from pallas_kernels.paged_attention.mosaic_gpu import (
+    NEEDS_JAX,
+    Tuning,
+    fitting,
+    paged_attention_mosaic_gpu,
+    unsupported,
 )
-#: A card of few cores, so that each of them goes through several parts, as on a real one.
-CARD = replace(CARDS["h100"], cores=3)
+from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES
+
+
+def on_cards(*names: str):
+    """Runs the test for cards of so many cores that each of them goes through several parts, as on a real one."""
+
+    def of(name: str):
+        needed = NEEDS_JAX[CARDS[name].architecture]
+        reason = f"needs JAX {needed[0]}.{needed[1]}, this is {jax.__version__}; .ci/run has environments with it"
+        old = pytest.mark.skipif(jax.__version_info__ < needed, reason=reason)
+        return pytest.param(replace(CARDS[name], cores=3), id=name, marks=old)
+
+    return pytest.mark.parametrize("card", [of(name) for name in names])
 
 
 def case_for_the_kernel(case: Case) -> Case:
@@ -35,7 +46,7 @@ def case_for_the_kernel(case: Case) -> Case:
     return replace(case, page_size=max(case.page_size, 8))
 
 
-def run(case: Case, arguments, *, card=CARD, tuning=None, return_lse=False):
+def run(case: Case, arguments, card, *, tuning=None, return_lse=False):
     """The kernel in the interpreter; raises where two threads race."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
@@ -56,28 +67,28 @@ def run(case: Case, arguments, *, card=CARD, tuning=None, return_lse=False):
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
 
 
-@needs_jax
+@on_cards("h100", "b200")
 @pytest.mark.parametrize("name", CASES)
-def test_every_case(name):
+def test_every_case(name, card):
     """Catches: a page, a stage or a part that is not waited for, or is overwritten; a block, a column or a head off by
     one; the poison of a masked key; padding that is not zero."""
     case = case_for_the_kernel(CASES[name])
     arguments = operands(case)
-    out, lse = run(case, arguments, return_lse=True)
+    out, lse = run(case, arguments, card, return_lse=True)
     expected, expected_lse = in_numpy(case, *arguments, return_lse=True)
     np.testing.assert_allclose(out, expected, atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=1e-5)
     assert (out[case.num_tokens - case.padding :] == 0).all()
 
 
-@needs_jax
+@on_cards("h100", "b200")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["decode-page16", "mixed-page64", "head_dim256", "soft_cap-window", "long-chunk"])
-def test_half_precision_is_near_float64(name, dtype):
+def test_half_precision_is_near_float64(name, dtype, card):
     """Catches: a softmax or an accumulator in half precision."""
     case = case_for_the_kernel(CASES[name])
     arguments = operands(case, dtype=dtype)
-    out = run(case, arguments)
+    out = run(case, arguments, card)
     assert out.dtype == dtype
     expected = in_numpy(case, *arguments)
     error = np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected)
@@ -99,13 +110,13 @@ def ragged(draw) -> Case:
     return Case("drawn", tuple(rows), head_dim=64, page_size=PAGE, padding=left)
 
 
-@needs_jax
+@on_cards("h100", "b200")
 @pytest.mark.parametrize("window", [None, 9])
 @settings(max_examples=12)
 @given(case=ragged(), seed=st.integers(0, 9))
 @example(case=Case("idle", ((0, 0),) * ROWS, head_dim=64, page_size=PAGE, padding=TOKENS), seed=0)
 @example(case=Case("cut", ((1, 200), *((1, 3),) * (ROWS - 1)), head_dim=64, page_size=PAGE, padding=16), seed=0)
-def test_any_ragged_batch(window, case, seed):
+def test_any_ragged_batch(window, card, case, seed):
     """Catches: a mix of lengths for which parts or blocks are counted wrongly, or a barrier is a phase behind."""
     case = replace(case, sliding_window=window)
     queries, k, v, layer, table, start, lengths = operands(case, seed)
@@ -114,26 +125,48 @@ def test_any_ragged_batch(window, case, seed):
         jnp.pad(a, ((0, 0), (0, ROWS * PAGES + 3 - a.shape[1]), *((0, 0),) * 3), constant_values=np.nan) for a in (k, v)
     )
     arguments = (queries, k, v, layer, table, start, lengths)
-    np.testing.assert_allclose(run(case, arguments), in_numpy(case, *arguments), atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(run(case, arguments, card), in_numpy(case, *arguments), atol=1e-5, rtol=1e-5)
 
 
-@needs_jax
+@on_cards("h100", "b200")
 @pytest.mark.parametrize("tuning", [Tuning(64, 2, 1), Tuning(64, 3, 2, extra_parts=0), Tuning(128, 2, extra_parts=9)])
-def test_tuning_changes_no_result(tuning):
+def test_tuning_changes_no_result(tuning, card):
     """Catches: a stage or a part that only the default sizes have."""
     case = Case("tuned", ((1, 300), (19, 150), (0, 0), (1, 1)), head_dim=64)
     arguments = operands(case)
     expected = in_numpy(case, *arguments)
-    np.testing.assert_allclose(run(case, arguments, tuning=tuning), expected, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(run(case, arguments, card, tuning=tuning), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
-def test_shared_memory_is_used_and_not_exceeded(head_dim):
+@on_cards("h100", "b200")
+@pytest.mark.parametrize("poisoned", [0, 1], ids=["values", "keys"])
+@pytest.mark.parametrize("page", [3, 17])
+def test_a_request_that_has_turned_nan_is_alone_with_it(page, poisoned, card):
+    """Invariant 7, with contexts that are cut into parts. Catches: parts that are merged by a product with zeros."""
+    case = Case("sick", ((1, 300), (1, 290), (1, 20), (0, 0)), heads=2, kv_heads=1)
+    queries, k, v, layer, table, start, lengths = operands(case)
+    sick, pools = 1, [v, k]
+    pools[poisoned] = pools[poisoned].at[layer, table[sick, page]].set(jnp.nan)
+    v, k = pools
+    arguments = (queries, k, v, layer, table, start, lengths)
+    out, lse = run(case, arguments, card, return_lse=True)
+    expected, expected_lse = in_numpy(case, *arguments, return_lse=True)
+    assert np.isnan(out[sick]).all()
+    healthy = [row for row in range(3) if row != sick]
+    np.testing.assert_allclose(out[healthy], expected[healthy], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(lse[healthy], expected_lse[healthy], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("card", ["h100", "b200"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256])
+def test_shared_memory_is_used_and_not_exceeded(head_dim, card):
     """Catches: a head_dim for which no stages fit."""
-    tuning = fitting(head_dim, CARDS["h100"].shared_bytes)
-    assert tuning.shared_bytes(head_dim) <= CARDS["h100"].shared_bytes
+    card = CARDS[card]
+    cores = TENSOR_CORES[card.architecture]
+    tuning = fitting(head_dim, card)
+    assert tuning.shared_bytes(head_dim, cores) <= card.shared_bytes
     more = replace(tuning, stages=tuning.stages + 1)
-    assert tuning.stages == 6 or more.shared_bytes(head_dim) > CARDS["h100"].shared_bytes
+    assert tuning.stages == 6 or more.shared_bytes(head_dim, cores) > card.shared_bytes
 
 
 def test_what_there_is_no_kernel_for_is_said():

@@ -1,5 +1,5 @@
-"""The paged-attention kernel compiled for an H200 that is not here: what the assembler reports of each class of shapes,
-against the table in `tests/gpu/kernels.json`."""
+"""The paged-attention kernel compiled for an H200 and a B200 that are not here: what the assembler reports of each
+class of shapes, against the table in `tests/gpu/kernels.json`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import jax
 import pytest
 
 from pallas_kernels.cards import CARDS
-from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.cases import BENCHMARKS, Case
+from pallas_kernels.paged_attention.mosaic_gpu import NEEDS_JAX
 
 SCRIPT = Path(__file__).parents[1] / "gpu" / "aot_kernels.py"
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ < mosaic_gpu._NEEDS_JAX or importlib.util.find_spec("jax_cuda12_plugin") is None,
+    jax.__version_info__ < min(NEEDS_JAX.values()) or importlib.util.find_spec("jax_cuda12_plugin") is None,
     reason="needs JAX 0.11 and XLA's CUDA plugin; .ci/run has environments with both",
 )
 def test_no_kernel_spills_and_none_grows(record_property):

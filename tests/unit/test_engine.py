@@ -252,7 +252,7 @@ def test_a_failing_device_call_loses_requests_and_not_the_engine(monkeypatch):
     """JX-03: the pool was donated to a call that raised; the next requests run on a new one."""
     engine = make()
     engine.submit(request("a", [1, 2]))
-    program = engine._program
+    program = engine.program
 
     def failing(budget):
         def call(params, state):
@@ -261,7 +261,7 @@ def test_a_failing_device_call_loses_requests_and_not_the_engine(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(engine, "_program", failing)
+    monkeypatch.setattr(engine, "program", failing)
     with pytest.raises(RuntimeError, match="fell over"):
         engine.burst()
     monkeypatch.undo()
