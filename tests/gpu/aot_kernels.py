@@ -60,10 +60,7 @@ def compile_class(case: Case, dtype: str, card: str):
     pool = shape(32, 10_000, case.kv_heads, case.page_size, case.head_dim, dtype=dtype)
 
     def attend(*operands):
-        return paged_attention(
-            *operands, scale=case.head_dim**-0.5, sliding_window=case.sliding_window, soft_cap=case.soft_cap,
-            implementation="mosaic_gpu",
-        )  # fmt: skip
+        return paged_attention(*operands, **case.options, implementation="mosaic_gpu")
 
     queries = shape(case.num_tokens, case.heads, case.head_dim, dtype=dtype)
     operands = (queries, pool, pool, shape(), shape(rows, case.max_pages), shape(rows + 1), shape(rows))

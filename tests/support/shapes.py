@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from jpaged.models.config import ModelConfig, RopeScaling
+from jpaged.bench.gpu_check import LLAMA_8B
+from jpaged.models.config import ModelConfig
 
 #: what an engine must know of the decoders in `stubs`
 STUB_MODEL = ModelConfig(
@@ -10,12 +11,6 @@ STUB_MODEL = ModelConfig(
     head_dim=2, rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=64, tie_word_embeddings=True,
 )  # fmt: skip
 
-#: Llama 3.1 8B
-LLAMA_8B = ModelConfig(
-    family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32,
-    num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, max_position_embeddings=131_072,
-    tie_word_embeddings=False, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
-)  # fmt: skip
 #: Llama 3.1 70B
 LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64)
 #: Qwen2.5 0.5B, without the biases of its projections: 7 query heads share a KV head
