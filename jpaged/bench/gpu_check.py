@@ -37,6 +37,7 @@ from pallas_kernels import paged_attention
 from pallas_kernels.cards import target_card
 from pallas_kernels.paged_attention.cases import BENCHMARKS, CASES, Case, operands
 from pallas_kernels.paged_attention.mosaic_gpu import missing
+from pallas_kernels.paged_attention.timing import seconds, seconds_of
 
 LLAMA_8B = ModelConfig(
     family="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32,
@@ -74,23 +75,6 @@ class Sizes:
         if self.small:
             return {kind: Case(kind, ((1, 70),) * 3, heads=4, kv_heads=2, head_dim=64)}
         return {name: case for name, case in BENCHMARKS.items() if name.startswith(kind)}
-
-
-def seconds(function: Callable[[], Any], *, at_least: float = 0.2) -> float:
-    """Of one call: the median of five batches of calls, each waited for once, after two calls that do not count."""
-    for _ in range(2):
-        jax.block_until_ready(function())
-    start = time.perf_counter()
-    jax.block_until_ready(function())
-    calls = max(1, int(at_least / 5 / max(time.perf_counter() - start, 1e-6)))
-    batches = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = function()
-        jax.block_until_ready(result)
-        batches.append((time.perf_counter() - start) / calls)
-    return float(np.median(batches))
 
 
 # -- sections: (what is known so far, sizes) -> what was found
@@ -132,45 +116,12 @@ def every_case(found: dict, sizes: Sizes) -> dict:
     return {"cases": len(errors), "largest_error": max(errors.values()), "wrong": wrong, "skipped": skipped}
 
 
-def timed(case: Case, implementation: str = "auto") -> float:
-    """Seconds of one call, from a program that attends in several layers one after the other: what lies in the caches
-    is another layer's, and launching is not what is measured."""
-    layers = 2 if case.bytes_moved(2) > 1 << 31 else 4
-    pages = case.pages_used + 1
-    shape = (layers, pages, case.kv_heads, case.page_size, case.head_dim)
-    keys = jax.random.split(jax.random.key(0), 3)
-    k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
-    queries = jax.random.normal(keys[2], (case.num_tokens, case.heads, case.head_dim), jnp.bfloat16)
-    order = np.random.default_rng(0).permutation(case.pages_used) + 1
-    table = np.zeros((len(case.rows), case.max_pages), np.int32)
-    used = 0
-    for row, (_, tokens) in enumerate(case.rows):
-        count = -(-tokens // case.page_size)
-        table[row, :count] = order[used : used + count]
-        used += count
-    start = jnp.asarray(np.cumsum([0, *(q for q, _ in case.rows)]), jnp.int32)
-    lengths = jnp.asarray([tokens for _, tokens in case.rows], jnp.int32)
-
-    @jax.jit
-    def all_layers(queries, k, v, table, start, lengths):
-        def layer(queries, number):
-            out = paged_attention(
-                queries, k, v, number, table, start, lengths, **case.options, implementation=implementation
-            )
-            return out, None
-
-        return jax.lax.scan(layer, queries, jnp.arange(layers, dtype=jnp.int32))[0]
-
-    arguments = (queries, k, v, jnp.asarray(table), start, lengths)
-    return seconds(lambda: all_layers(*arguments)) / layers
-
-
 def decode_attention(found: dict, sizes: Sizes) -> dict:
     """Decoding, as a share of the copy's bandwidth."""
     ceiling = found["ceilings"]["copy_bytes_per_s"]
     shares = {}
     for name, case in sizes.benchmarks("decode-").items():
-        taken = timed(case)
+        taken = seconds_of(case, paged_attention)
         shares[name] = {"us": 1e6 * taken, "share_of_copy": case.bytes_moved(2) / taken / ceiling}
     return shares
 
@@ -180,7 +131,7 @@ def prefill_attention(found: dict, sizes: Sizes) -> dict:
     ceiling = found["ceilings"]["flops_per_s"]
     shares = {}
     for name, case in sizes.benchmarks("serve-").items():
-        taken = timed(case)
+        taken = seconds_of(case, paged_attention)
         shares[name] = {"us": 1e6 * taken, "share_of_product": case.operations / taken / ceiling}
     return shares
 
@@ -188,9 +139,10 @@ def prefill_attention(found: dict, sizes: Sizes) -> dict:
 def others(found: dict, sizes: Sizes) -> dict:
     """The same decoding by XLA's operations, JAX's own paged op, and torch over contiguous keys, where they are."""
     (name, case), *_ = sizes.benchmarks("decode-64x2048").items()
-    results: dict[str, Any] = {"case": name, "ours_us": 1e6 * timed(case)}
+    results: dict[str, Any] = {"case": name, "ours_us": 1e6 * seconds_of(case, paged_attention)}
     measures: dict[str, Callable[[], float]] = {
-        "xla": partial(timed, case, "xla"), "jax_paged_op": partial(_jax_op, case), "torch_sdpa": partial(_torch, case)
+        "xla": partial(seconds_of, case, partial(paged_attention, implementation="xla")),
+        "jax_paged_op": partial(_jax_op, case), "torch_sdpa": partial(_torch, case),
     }  # fmt: skip
     for label, measure in measures.items():
         try:

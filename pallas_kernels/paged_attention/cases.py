@@ -73,6 +73,7 @@ class Case:
 
 
 LAYERS, LAYER = 2, 1  # of the pool of `operands`
+SPARE_PAGES = 3  # the scratch page among them
 POISON = (np.nan, np.inf, -np.inf)
 
 
@@ -80,22 +81,32 @@ def operands(case: Case, seed: int = 0, dtype: Any = np.float32) -> tuple[Any, .
     """Arguments of `paged_attention`: pages in a mixed order, and poison wherever no token of a row lies: in the
     ends of last pages, in pages that are free, in the other layer, in the scratch page."""
     rng = np.random.default_rng(seed)
-    total = case.pages_used + 3
+    total = case.pages_used + SPARE_PAGES
     shape = (LAYERS, total, case.kv_heads, case.page_size, case.head_dim)
     k, v = (rng.choice(POISON, shape).astype(np.float32) for _ in range(2))
-    order = (1 + rng.permutation(total - 1)).tolist()
-    table = np.zeros((len(case.rows), case.max_pages), np.int32)
+    table, start, lengths = integers(case, seed)
     for row, (_, tokens) in enumerate(case.rows):
         for column in range(-(-tokens // case.page_size)):
-            page = table[row, column] = order.pop()
+            page = table[row, column]
             filled = min(case.page_size, tokens - column * case.page_size)
             for pool in (k, v):
                 pool[LAYER, page, :, :filled] = rng.normal(size=(case.kv_heads, filled, case.head_dim))
     queries = rng.normal(size=(case.num_tokens, case.heads, case.head_dim))
-    start = np.cumsum([0, *(queries for queries, _ in case.rows)]).astype(np.int32)
-    lengths = np.array([tokens for _, tokens in case.rows], np.int32)
     floats = (jnp.asarray(a, dtype) for a in (queries, k, v))
-    return (*floats, LAYER, jnp.asarray(table), jnp.asarray(start), jnp.asarray(lengths))
+    return (*floats, LAYER, *(jnp.asarray(a) for a in (table, start, lengths)))
+
+
+def integers(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`page_table`, with pages in a mixed order from a pool with some to spare, `query_start` and `kv_len`."""
+    order = 1 + np.random.default_rng(seed).permutation(case.pages_used + SPARE_PAGES - 1)
+    table = np.zeros((len(case.rows), case.max_pages), np.int32)
+    used = 0
+    for row, (_, tokens) in enumerate(case.rows):
+        count = -(-tokens // case.page_size)
+        table[row, :count] = order[used : used + count]
+        used += count
+    start = np.cumsum([0, *(queries for queries, _ in case.rows)]).astype(np.int32)
+    return table, start, np.array([tokens for _, tokens in case.rows], np.int32)
 
 
 def _lengths(page: int) -> tuple[int, ...]:
@@ -112,14 +123,20 @@ def _mixed(page: int) -> tuple[tuple[int, int], ...]:
     return ((1, page), (page + 1, page + 1), (0, 0), (3, 2 * page + 1), (1, 1), (17, 3 * page + 17))
 
 
+#: of pages that are no multiple of 4 tokens: what a GPU's copies can take apart
+_WIDE = {1: {"head_dim": 64}, 3: {"head_dim": 64}}
+
 _BLOCKS = (
-    [Case(f"decode-page{page}", _decode(page), page_size=page) for page in (1, 4, 16, 64, 128)]
-    + [Case(f"mixed-page{page}", _mixed(page), page_size=page, padding=5) for page in (1, 4, 16, 64, 128)]
+    [Case(f"decode-page{p}", _decode(p), page_size=p, **_WIDE.get(p, {})) for p in (1, 4, 16, 64, 128, 256)]
+    + [
+        Case(f"mixed-page{p}", _mixed(p), page_size=p, padding=5, **_WIDE.get(p, {}))
+        for p in (1, 3, 4, 16, 24, 64, 96, 128)
+    ]
     + [Case(f"ratio{ratio}", _mixed(16), heads=2 * ratio) for ratio in (1, 3, 4, 6, 7, 8, 16)]
     + [Case(f"mqa{ratio}", _mixed(4), heads=ratio, kv_heads=1, page_size=4) for ratio in (1, 7)]
     + [Case(f"head_dim{size}", _mixed(16), head_dim=size) for size in (64, 80, 96, 112, 128, 256)]
     + [
-        Case(f"window{window}-page{page}", _mixed(page), page_size=page, sliding_window=window)
+        Case(f"window{window}-page{page}", _mixed(page), page_size=page, sliding_window=window, **_WIDE.get(page, {}))
         for page, window in ((1, 1), (4, 5), (16, 16), (16, 33), (128, 100))
     ]
     + [

@@ -5,7 +5,8 @@ share of the list. Its warpgroups have different tasks, so that loads of the nex
 ends:
 
     memory    reads page numbers, asks the TMA unit for queries, keys and values, `stages` blocks of keys ahead
-    compute   scores = queries @ keys', online softmax, out += weights @ values
+    compute   scores = queries @ keys', online softmax, out += weights @ values; one or two warpgroups, with the same
+              keys: each has a tile of queries, or on Hopper, where head_dim is over 128, half of the values' columns
 
     pool, in device memory                          shared memory, one stage
     [layers, pages, kv_heads, page_size, head_dim]  keys [block, head_dim]    values [block, head_dim]
@@ -14,9 +15,9 @@ ends:
       page 9 |#####...........|  ---------------------->  |#####...........|  past the end: never weighed
 
 Keys and values of one KV head in one page lie together, so a page is one copy, whatever its number; the swizzle
-that the products want is made by the TMA unit on the way. The queries of all heads that share a KV head are one
-operand: `tile_tokens * group` rows of 64 or 128. The products are in `tensor_cores.py`. Scores, softmax and
-accumulators are float32.
+that the products want is made by the TMA unit on the way. Where pages and blocks do not divide each other, a copy is
+the largest piece that divides both. The queries of all heads that share a KV head are rows of one operand, a tile. The
+products are in `tensor_cores.py`. Scores, softmax and accumulators are float32.
 
 A score is masked before it counts, but a weight of 0 does not silence a NaN among the values: in the block where a
 row ends, what lies past the end is set to zero in shared memory.
@@ -25,7 +26,6 @@ row ends, what lies past the end is set to zero in shared memory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,49 +34,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.cards import CARDS, Card, target_card, target_kind
-from pallas_kernels.paged_attention.plan import Plan, make_plan, num_tiles
-from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES, TensorCores
+from pallas_kernels.paged_attention.merge import merge
+from pallas_kernels.paged_attention.plan import make_plan
+from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES
+from pallas_kernels.paged_attention.tuning import BLOCK, Tuning, kind_of, tuning_for
 
-#: keys of a block
-_BLOCK = 64
 _LOG2E = math.log2(math.e)
+#: rows that a swizzle repeats after; bytes that a place in shared memory is a multiple of where the TMA unit copies to
+_SWIZZLED_ROWS, _TMA_BYTES = 8, 128
 
 #: query heads that can share a KV head: they are rows of one tile
 _MOST_SHARED = min(cores.tile for cores in TENSOR_CORES.values())
 #: JAX that has what the kernel is written with, and with which it is tested, by architecture
 NEEDS_JAX = {"sm_90a": (0, 11), "sm_100a": (0, 12)}
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What may be chosen for a card and a class of shapes.
-
-    Attributes:
-        block: keys of one stage, a multiple of 64.
-        stages: blocks of keys in flight.
-        query_slots: tiles of queries in shared memory: with two, the next part's are there when it starts.
-        extra_parts: pieces that long contexts are cut into, beyond one for each tile and KV head: so many a core.
-    """
-
-    block: int
-    stages: int
-    query_slots: int = 2
-    extra_parts: int = 2
-
-    def shared_bytes(self, head_dim: int, cores: TensorCores) -> int:
-        """Shared memory of one block of threads, with 3 KiB for barriers, reductions and alignment."""
-        warpgroups, _, columns = cores.split(head_dim)
-        queries = self.query_slots * cores.tile * head_dim * 2
-        stages = self.stages * 2 * self.block * head_dim * 2
-        own = cores.tile * (self.block * 2 + columns * 4)  # weights, outputs on their way to memory
-        return queries + stages + warpgroups * own + cores.tile * 4 + 3072
-
-
-def fitting(head_dim: int, card: Card) -> Tuning:
-    """As many stages as the card's shared memory holds."""
-    tunings = [Tuning(_BLOCK, stages, slots) for slots in (2, 1) for stages in range(6, 1, -1)]
-    cores = TENSOR_CORES[card.architecture]
-    return next(t for t in tunings if t.shared_bytes(head_dim, cores) <= card.shared_bytes)
 
 
 def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool = False) -> str | None:
@@ -87,10 +57,10 @@ def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool = False) ->
     needed = NEEDS_JAX[card.architecture]
     if jax.__version_info__ < needed:
         return f"on {card.name} it needs JAX {'.'.join(map(str, needed))}, and this is {jax.__version__}"
-    return unsupported(queries, k_pages)
+    return unsupported(queries, k_pages, card)
 
 
-def unsupported(queries: jax.Array, k_pages: jax.Array) -> str | None:
+def unsupported(queries: jax.Array, k_pages: jax.Array, card: Card) -> str | None:
     """What there is no kernel for in the shapes and dtypes of these operands, as the end of a sentence."""
     heads, head_dim = queries.shape[1:]
     kv_heads, page_size = k_pages.shape[2:4]
@@ -100,8 +70,10 @@ def unsupported(queries: jax.Array, k_pages: jax.Array) -> str | None:
         return f"head_dim is {head_dim}; it must be a multiple of 16 up to 128, or of 32 up to 256"
     if heads // kv_heads > _MOST_SHARED:
         return f"{heads // kv_heads} query heads share a KV head; at most {_MOST_SHARED} can"
-    if page_size % 8 or (_BLOCK % page_size and page_size % _BLOCK):
-        return f"page_size is {page_size}; it must be 8, 16, 32 or a multiple of {_BLOCK}"
+    width, _ = TENSOR_CORES[card.architecture].columns(head_dim)
+    least = _TMA_BYTES // _swizzle(width, BLOCK, k_pages.dtype.itemsize)
+    if page_size % least:
+        return f"page_size is {page_size}; with head_dim {head_dim} it must be a multiple of {least}"
     return None
 
 
@@ -114,14 +86,15 @@ def paged_attention_mosaic_gpu(
 
     Args:
         card: what is compiled for; None: the card that is here, or that the mesh in use describes.
-        tuning: blocks and stages; None: `fitting`.
+        tuning: tiles, blocks and stages; None: `tuning_for` the card and the shapes.
         interpret: as in `pallas_call`: `InterpretGPUParams` runs the kernel on a CPU, also in float32.
     """
     card = card or target_card() or CARDS["h100"]
+    tuning = tuning or tuning_for(card, kind_of(queries.shape[0], kv_len.shape[0]), queries.shape[2])
     return _paged_attention(
         queries, k_pages, v_pages, jnp.asarray(layer, jnp.int32), page_table, query_start, kv_len, scale=scale,
-        sliding_window=sliding_window, soft_cap=soft_cap, return_lse=return_lse, card=card,
-        tuning=tuning or fitting(queries.shape[2], card), interpret=interpret,
+        sliding_window=sliding_window, soft_cap=soft_cap, return_lse=return_lse, card=card, tuning=tuning,
+        interpret=interpret,
     )  # fmt: skip
 
 
@@ -137,38 +110,30 @@ def _paged_attention(
     tokens, heads, head_dim = queries.shape
     kv_heads = k_pages.shape[2]
     group = heads // kv_heads
-    rows = kv_len.shape[0]
-    # Where there are no more tokens than rows, nearly all rows decode: a tile is one token.
-    tile_tokens = 1 if tokens <= rows else TENSOR_CORES[card.architecture].tile // group
-    used = -(-tile_tokens * group // 8) * 8
-    tiles = num_tiles(tokens, rows, tile_tokens)
-    extra = -(-tuning.extra_parts * card.cores // kv_heads)
+    # A tile in device memory begins where a swizzled tile in shared memory can.
+    align = _SWIZZLED_ROWS // math.gcd(_SWIZZLED_ROWS, group)
+    tile_tokens = 1
+    if kind_of(tokens, kv_len.shape[0]) == "mixed":
+        rows = tuning.tiles * TENSOR_CORES[card.architecture].tile
+        tile_tokens = max(1, rows // group // align * align)
     plan = make_plan(
-        query_start, kv_len, tokens=tokens, tile_tokens=tile_tokens, block=tuning.block, extra_parts=extra,
-        sliding_window=sliding_window,
+        query_start, kv_len, tokens=tokens, tile_tokens=tile_tokens, align=align, block=tuning.block,
+        extra_parts=-(-tuning.extra_parts * card.cores // kv_heads), sliding_window=sliding_window,
     )  # fmt: skip
 
-    place = jnp.minimum(plan.token[:, None] + jnp.arange(tile_tokens, dtype=jnp.int32), tokens - 1)
-    tiled = queries.reshape(tokens, kv_heads, group, head_dim)[place].swapaxes(1, 2)
-    tiled = tiled.reshape(tiles, kv_heads, tile_tokens * group, head_dim)
-    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, used - tile_tokens * group), (0, 0)))
+    used = -(-tile_tokens * group // _SWIZZLED_ROWS) * _SWIZZLED_ROWS
+    aligned = queries.reshape(tokens, kv_heads, group, head_dim)[plan.aligned].swapaxes(0, 1)
+    aligned = aligned.reshape(kv_heads, -1, head_dim)
+    aligned = jnp.pad(aligned, ((0, 0), (0, used), (0, 0)))  # the last tile may not be full
 
-    work = jnp.stack([plan.row, plan.tile, plan.position, plan.length, plan.begin, plan.end], axis=1)
+    work = jnp.stack([plan.row, plan.start * group, plan.position, plan.length, plan.begin, plan.end], axis=1)
     part_out, part_lse = _attend(
-        tiled, k_pages, v_pages, layer[None], page_table, work, group=group, tuning=tuning, card=card,
-        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret,
+        aligned, k_pages, v_pages, layer[None], page_table, work, tile_tokens=tile_tokens, group=group, tuning=tuning,
+        card=card, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
-    out, lse = _merge(part_out, part_lse, plan, tiles)
-
-    def by_token(tiled):  # [tiles, kv_heads, used, ...] -> [tokens, heads, ...]
-        tiled = tiled[:, :, : tile_tokens * group]
-        tiled = tiled.reshape(tiles, kv_heads, tile_tokens, group, *tiled.shape[3:]).swapaxes(1, 2)
-        packed = tiled[jnp.minimum(plan.token_tile, tiles - 1), plan.token_place]
-        return packed.reshape(tokens, heads, *packed.shape[3:])
-
-    padding = plan.token_tile == tiles
-    out = jnp.where(padding[:, None, None], 0, by_token(out).astype(queries.dtype))
-    return (out, jnp.where(padding[:, None], -jnp.inf, by_token(lse))) if return_lse else out
+    out, lse = merge(part_out, part_lse, plan, group)
+    out = out.astype(queries.dtype).reshape(queries.shape)
+    return (out, lse.reshape(tokens, heads)) if return_lse else out
 
 
 def _slices(columns: list[Any], width: int) -> list[Any]:
@@ -176,71 +141,74 @@ def _slices(columns: list[Any], width: int) -> list[Any]:
     return [type(c)(start, width, 1) for c in columns for start in range(c.start, c.start + c.size, width)]
 
 
-def _merge(out: jax.Array, lse: jax.Array, plan: Plan, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Parts `[parts, kv_heads, used, ...]` to tiles, weighed by their share of the softmax, in one order.
-
-    The extra parts are added to their tiles by a product with ones and zeros, and a zero does not silence a NaN: what
-    a part without keys left in memory, or one of a request that has turned NaN, is taken out before and put back after.
-    """
-    written = (plan.end > plan.begin)[:, None, None]
-    lse, out = jnp.where(written, lse, -jnp.inf), jnp.where(written[..., None], out, 0)
-    extra_lse, extra_out = lse[tiles:], out[tiles:]
-    finite = jnp.all(jnp.isfinite(extra_out), axis=-1) & (extra_lse < jnp.inf)
-    of_tile = plan.tile[tiles:, None] == jnp.arange(tiles, dtype=jnp.int32)  # [extra, tiles]
-
-    def largest(extra):
-        return jnp.max(jnp.where(of_tile[:, :, None, None], extra[:, None], -jnp.inf), axis=0, initial=-jnp.inf)
-
-    def total(extra):
-        return jnp.einsum("et,e...->t...", of_tile.astype(jnp.float32), extra, precision="highest")
-
-    most = jnp.maximum(lse[:tiles], largest(jnp.where(finite, extra_lse, -jnp.inf)))
-    most = jnp.where(most == -jnp.inf, 0, most)
-    weight = jnp.exp(lse[:tiles] - most)
-    extra_weight = jnp.exp(extra_lse - most[jnp.minimum(plan.tile[tiles:], tiles - 1)])
-    finite &= jnp.isfinite(extra_weight)  # the tile's first part may be the one that is not
-    extra_weight = jnp.where(finite, extra_weight, 0)
-    extra_out = jnp.where(finite[..., None], extra_out, 0)
-
-    share = weight + total(extra_weight)
-    merged = out[:tiles] * weight[..., None] + total(extra_out * extra_weight[..., None])
-    merged /= jnp.where(share == 0, 1, share)[..., None]
-    ill = largest(jnp.where(finite, 0.0, 1.0)) > 0
-    return jnp.where(ill[..., None], jnp.nan, merged), jnp.where(ill, jnp.nan, jnp.log(share) + most)
+def _swizzle(width: int, block: int, itemsize: int) -> int:
+    """Bytes of a row of a swizzled tile. Both operands of a product have one swizzle, so all have: values, of which
+    `width` columns are an operand, and weights, `block` wide."""
+    fits = math.gcd(width, block) * itemsize
+    return next(swizzle for swizzle in (128, 64, 32) if fits % swizzle == 0)
 
 
 def _attend(
-    tiled: jax.Array, k_pages: jax.Array, v_pages: jax.Array, layer: jax.Array, page_table: jax.Array,
-    work: jax.Array, *, group: int, tuning: Tuning, card: Card, scale: float, sliding_window: int | None,
-    soft_cap: float | None, interpret: Any,
+    queries: jax.Array, k_pages: jax.Array, v_pages: jax.Array, layer: jax.Array, page_table: jax.Array,
+    work: jax.Array, *, tile_tokens: int, group: int, tuning: Tuning, card: Card, scale: float,
+    sliding_window: int | None, soft_cap: float | None, interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The kernel: every part's own softmax.
 
+    Args:
+        queries: `[kv_heads, places, head_dim]`, `group` rows a query; each tile's begin at a multiple of 8 rows.
+        work: `[parts, 6]` int32: the row of the batch, the place of the tile's first query, its position, the row's
+            length, and the blocks of keys that the part sees, from one up to before another.
+
     Returns:
-        `[parts, kv_heads, used, head_dim]` and the natural log-sum-exp `[parts, kv_heads, used]`, both float32. Not
-        written for parts that see no keys.
+        `[parts, kv_heads, used, head_dim]` and the natural log-sum-exp `[parts, kv_heads, used]`, both float32, where
+        `used` rows hold `tile_tokens` queries. Not written for parts that see no keys, and past a part's queries.
     """
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    used, head_dim = tiled.shape[2:]
-    kv_heads, page_size = k_pages.shape[2:4]
+    kv_heads, page_size, head_dim = k_pages.shape[2:]
     parts, dtype = work.shape[0], k_pages.dtype
     block, stages = tuning.block, tuning.stages
-    per_copy = min(block, page_size)
-    copies = block // per_copy
     items = parts * kv_heads
     cores = min(card.cores, items)
     tensor_cores = TENSOR_CORES[card.architecture]
-    rows_of_tile = tensor_cores.tile
-    computing, width, out_width = tensor_cores.split(head_dim)
+    tile, sharing = tensor_cores.tile, tensor_cores.sharing(head_dim)
+    computing = tuning.tiles * sharing  # warpgroups
+    width, out_width = tensor_cores.columns(head_dim)
+    used, of_one = (-(-n * group // _SWIZZLED_ROWS) * _SWIZZLED_ROWS for n in (tile_tokens, 1))
+    swizzle = _swizzle(width, block, dtype.itemsize)
+    wide = swizzle // dtype.itemsize
+    piece = math.gcd(page_size, block)
+    narrow = piece % _SWIZZLED_ROWS != 0
+    copies = block // piece * (head_dim // wide if narrow else 1)
 
     def kernel(
         q_ref, k_ref, v_ref, layer_ref, table, work_ref, out_ref, lse_ref,
-        q_smem, k_smem, v_smem, all_weights, all_outs, lse_smem, q_ready, k_ready, v_ready, q_free, k_free, v_free,
-        *scratch,
+        q_smem, k_smem, v_smem, all_weights, all_outs, all_lse, q_ready, k_ready, v_ready, q_free, k_free, v_free,
+        v_clean, *all_scratch,
     ):  # fmt: skip
         core, warpgroup = lax.axis_index("core"), lax.axis_index("warpgroup")
+
+        k_tiles, v_tiles = k_smem, v_smem
+        if narrow and not interpret:
+            (k_smem, k_tiles), (v_smem, v_tiles) = k_smem, v_smem
+
+        def narrow_copies(source, tiles, slot, tile, row, barrier):
+            """Copies `source`, fewer rows than the 8 of a swizzled tile, to a tile of a stage from `row` of it on.
+
+            A swizzled tile is 8 rows of `swizzle` bytes, one after the other, and the swizzle is a function of the
+            address (CUDA programming guide, tensor memory access, swizzle modes): some rows of it can be a copy, to a
+            place that is a multiple of 128 bytes. Pallas offers whole tiles of an operand, so the same memory is named
+            a second time, as tiles; the interpreter has no tiles, and is given the same rows and columns.
+            """
+            for c in range(head_dim // wide):
+                column = pl.ds(c * wide, wide)
+                if interpret:
+                    target = tiles.at[slot, pl.ds(tile * _SWIZZLED_ROWS + row, piece), column]
+                else:
+                    target = tiles.at[slot, tile, c, pl.ds(row, piece)]
+                plgpu.copy_gmem_to_smem(source.at[:, column], target, barrier)
 
         def for_each_part(body):
             """`body(part, head, nth, before, blocks)` for the parts of this core that see keys: the `nth` of them,
@@ -258,22 +226,61 @@ def _attend(
 
             return lax.fori_loop(0, pl.cdiv(items, cores), item, (jnp.int32(0), jnp.int32(0)))
 
-        def attend(mine, columns, part, head, nth, before, blocks):
-            weights_smem, out_smem = all_weights.at[mine], all_outs.at[mine]
+        def compute(mine, part, head, nth, before, blocks):
+            """What is this warpgroup's of the part's tiles, if anything is."""
+            rows = jnp.minimum(work_ref[part, 3] - work_ref[part, 2], tile_tokens) * group
+            first_row = mine // sharing * tile
+            busy = partial(attend, mine, first_row, part, head, nth, before, blocks, rows)
+            idle = partial(pass_by, part, nth, before, blocks)
+            if first_row == 0:
+                busy()
+            elif first_row >= used:
+                idle()
+            else:
+                pl.when(rows > first_row)(busy)
+                pl.when(rows <= first_row)(idle)
+
+        def pass_by(part, nth, before, blocks):
+            """Keeps in step with the others."""
+            length, begin = work_ref[part, 3], work_ref[part, 4]
+            plgpu.barrier_wait(q_ready.at[lax.rem(nth, jnp.int32(tuning.query_slots))])
+
+            def step(i, _):
+                slot = lax.rem(before + i, jnp.int32(stages))
+                plgpu.barrier_wait(k_ready.at[slot])
+                plgpu.barrier_arrive(k_free.at[slot])
+                plgpu.barrier_wait(v_ready.at[slot])
+                pl.when((begin + i + 1) * block > length)(lambda: plgpu.barrier_wait(v_clean.at[slot]))
+                plgpu.barrier_arrive(v_free.at[slot])
+
+            lax.fori_loop(0, blocks, step, None)
+            plgpu.barrier_arrive(q_free.at[lax.rem(nth, jnp.int32(tuning.query_slots))])
+
+        def attend(mine, first_row, part, head, nth, before, blocks, rows):
+            weights_smem, out_smem, lse_smem = all_weights.at[mine], all_outs.at[mine], all_lse.at[mine]
+            scratch = all_scratch[mine * len(all_scratch) // computing :][: len(all_scratch) // computing]
+            own_columns = [pl.ds(mine % sharing * (head_dim // sharing), head_dim // sharing)]
+            columns = _slices(own_columns, width)
             position, length, begin = work_ref[part, 2], work_ref[part, 3], work_ref[part, 4]
             q_slot = lax.rem(nth, jnp.int32(tuning.query_slots))
             plgpu.barrier_wait(q_ready.at[q_slot])
             layout = tensor_cores.layout()
-            place = plgpu.broadcasted_iota(jnp.int32, (rows_of_tile,), 0, layout=layout.reduce(1))
+            place = first_row + plgpu.broadcasted_iota(jnp.int32, (tile,), 0, layout=layout.reduce(1))
             # Rows past the tile's queries stand for no query; they see what the last of the row sees.
             query = jnp.minimum(position + lax.div(place, jnp.int32(group)), length - 1)
 
             def zero_past_the_end(slot, first_key):
+                if first_row:
+                    plgpu.barrier_wait(v_clean.at[slot])
+                    return
                 for column in columns:
                     stage = v_smem.at[slot, :, column]
                     values = plgpu.layout_cast(stage[...], plgpu.Layout.WGMMA)
                     key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
                     stage[...] = jnp.where(first_key + key < length, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+                if tuning.tiles > 1:
+                    plgpu.barrier_arrive(v_clean.at[slot])
 
             def step(i, carry):
                 outs, most, total = carry
@@ -281,7 +288,7 @@ def _attend(
                 first_key = (begin + i) * block
                 plgpu.barrier_wait(k_ready.at[slot])
 
-                scores = tensor_cores.scores(q_smem.at[q_slot], k_smem.at[slot], scratch)
+                scores = tensor_cores.scores(q_smem.at[q_slot, pl.ds(first_row, tile)], k_smem.at[slot], scratch)
                 plgpu.barrier_arrive(k_free.at[slot])
                 if soft_cap is None:
                     scores *= scale * _LOG2E
@@ -304,6 +311,7 @@ def _attend(
                 weights_smem[...] = weights.astype(dtype)
 
                 plgpu.barrier_wait(v_ready.at[slot])
+                # Of two tiles that share the values the first's does it.
                 pl.when(first_key + block > length)(partial(zero_past_the_end, slot, first_key))
                 plgpu.commit_smem()
 
@@ -312,60 +320,95 @@ def _attend(
                 return outs, new_most, total
 
             def by_row(value):
-                return plgpu.layout_cast(jnp.full((rows_of_tile,), value, jnp.float32), layout.reduce(1))
+                return plgpu.layout_cast(jnp.full((tile,), value, jnp.float32), layout.reduce(1))
 
             carry = (tensor_cores.start(columns), by_row(-jnp.inf), by_row(0))
             outs, most, total = lax.fori_loop(0, blocks, step, carry)
             plgpu.barrier_arrive(q_free.at[q_slot])
 
+            def write(source, target, *column):
+                """To device memory, the tile's rows: all of them, or where it is one query, only its."""
+
+                def copy(count):
+                    plgpu.copy_smem_to_gmem(
+                        source.at[pl.ds(0, count)], target.at[part, head, pl.ds(first_row, count), *column]
+                    )
+
+                whole = min(tile, used - first_row)
+                if first_row or whole == of_one:
+                    copy(whole)
+                else:
+                    pl.when(rows <= of_one)(partial(copy, of_one))
+                    pl.when(rows > of_one)(partial(copy, whole))
+
             share = 1 / jnp.where(total == 0, jnp.float32(1), total)
-            for index, column in enumerate(_slices(columns, out_width)):
+            for index, column in enumerate(_slices(own_columns, out_width)):
                 out = tensor_cores.read(outs, index, column, scratch)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written before has left shared memory
                 out_smem[...] = out * lax.broadcast_in_dim(share, out.shape, [0])
-                if mine == 0 and column.start == 0:
+                if column.start == 0:
                     lse_smem[...] = jnp.where(total == 0, -jnp.inf, most * (1 / _LOG2E) + jnp.log(total))
                 plgpu.commit_smem()
-                rows = pl.ds(0, used)
-                plgpu.copy_smem_to_gmem(out_smem.at[rows], out_ref.at[part, head, :, column])
-                if mine == 0 and column.start == 0:
-                    plgpu.copy_smem_to_gmem(lse_smem.at[rows], lse_ref.at[part, head])
+                write(out_smem, out_ref, column)
+                if column.start == 0:
+                    write(lse_smem, lse_ref)
 
         def fetch(layer, part, head, nth, before, blocks):
-            row, tile, length, begin = work_ref[part, 0], work_ref[part, 1], work_ref[part, 3], work_ref[part, 4]
+            row, start, length, begin = work_ref[part, 0], work_ref[part, 1], work_ref[part, 3], work_ref[part, 4]
             last_page = lax.div(length - 1, jnp.int32(page_size))
             q_slot = lax.rem(nth, jnp.int32(tuning.query_slots))
             pl.when(nth >= tuning.query_slots)(partial(plgpu.barrier_wait, q_free.at[q_slot]))
-            plgpu.copy_gmem_to_smem(q_ref.at[tile, head], q_smem.at[q_slot, pl.ds(0, used)], q_ready.at[q_slot])
+            start = pl.multiple_of(start, _SWIZZLED_ROWS)
+            plgpu.copy_gmem_to_smem(
+                q_ref.at[head, pl.ds(start, used)], q_smem.at[q_slot, pl.ds(0, used)], q_ready.at[q_slot]
+            )
 
             def step(i, _):
                 slot = lax.rem(before + i, jnp.int32(stages))
                 first_key = (begin + i) * block
-                page = lax.div(first_key, jnp.int32(page_size))
-                # Past the row's last page, that page again: every stage gets as many copies.
-                numbers = [table[row, jnp.minimum(page + c, last_page)] for c in range(copies)]
-                for ref, smem, ready, free in ((k_ref, k_smem, k_ready, k_free), (v_ref, v_smem, v_ready, v_free)):
+
+                def place(c):
+                    """Page number of the block's `c`th piece, and where in the page it is. Past the row's last page,
+                    that page again: every stage gets as many copies."""
+                    key = first_key + c * piece
+                    page = lax.div(key, jnp.int32(page_size))
+                    return table[row, jnp.minimum(page, last_page)], key - page * page_size
+
+                if not narrow:
+                    # All numbers are asked for before the first is waited for.
+                    places = [place(c) for c in range(block // piece)]
+                for ref, smem, ready, free in ((k_ref, k_tiles, k_ready, k_free), (v_ref, v_tiles, v_ready, v_free)):
                     pl.when(before + i >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
-                    for c, number in enumerate(numbers):
-                        source = ref.at[layer, number, head]
-                        if per_copy < page_size:
-                            source = source.at[pl.ds(first_key - page * page_size, per_copy)]
-                        plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(c * per_copy, per_copy)], ready.at[slot])
+                    barrier = ready.at[slot]
+                    if not narrow:
+                        for c, (number, offset) in enumerate(places):
+                            source = ref.at[layer, number, head]
+                            if piece < page_size:
+                                source = source.at[pl.ds(pl.multiple_of(offset, _SWIZZLED_ROWS), piece)]
+                            plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(c * piece, piece)], barrier)
+                        continue
+
+                    def fill(tile, _, ref=ref, smem=smem, barrier=barrier):
+                        for c in range(_SWIZZLED_ROWS // piece):
+                            number, offset = place(tile * (_SWIZZLED_ROWS // piece) + c)
+                            source = ref.at[layer, number, head, pl.ds(offset, piece)]
+                            narrow_copies(source, smem, slot, tile, c * piece, barrier)
+
+                    lax.fori_loop(0, block // _SWIZZLED_ROWS, fill, None)
 
             lax.fori_loop(0, blocks, step, None)
 
         for mine in range(computing):
 
             @pl.when(warpgroup == mine)
-            def compute(mine=mine):
+            def of_compute(mine=mine):
                 if computing > 1:  # as launched, each warpgroup has 168: a third of the core's
                     plgpu.set_max_registers(216, action="increase")
-                own = pl.ds(head_dim // computing * mine, head_dim // computing)
-                for_each_part(partial(attend, mine, _slices([own], width)))
+                for_each_part(partial(compute, mine))
                 plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == computing)
-        def memory():
+        def of_memory():
             if computing > 1:
                 plgpu.set_max_registers(72, action="decrease")
             loaded, blocks = for_each_part(partial(fetch, layer_ref[0]))
@@ -379,13 +422,14 @@ def _attend(
                 lax.fori_loop(jnp.maximum(count - slots, 0), count, drain, None)
 
     def operand(*shape):
-        """Shared memory for an operand of wgmma. Both operands of a product have one swizzle, so all have."""
-        bits = 8 * dtype.itemsize
-        swizzle = plgpu.find_swizzle(math.gcd(width, block) * bits)
-        tiling = plgpu.TilingTransform((8, swizzle * 8 // bits))
+        """Shared memory for an operand of a product."""
+        tiling = plgpu.TilingTransform((_SWIZZLED_ROWS, wide))
         return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
     stage = operand(stages, block, head_dim)
+    if narrow and not interpret:
+        tiles = (stages, block // _SWIZZLED_ROWS, head_dim // wide, _SWIZZLED_ROWS, wide)
+        stage = plgpu.RefUnion(stage, plgpu.SMEM(tiles, dtype, transforms=(plgpu.SwizzleTransform(swizzle),)))
     ready = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     free = plgpu.Barrier(num_arrivals=computing, num_barriers=stages)
     slots = tuning.query_slots
@@ -396,11 +440,12 @@ def _attend(
             jax.ShapeDtypeStruct((parts, kv_heads, used), jnp.float32),
         ),
         scratch_types=(
-            operand(slots, rows_of_tile, head_dim), stage, stage, operand(computing, rows_of_tile, block),
-            plgpu.SMEM((computing, rows_of_tile, out_width), jnp.float32), plgpu.SMEM((rows_of_tile,), jnp.float32),
+            operand(slots, tuning.tiles * tile, head_dim), stage, stage, operand(computing, tile, block),
+            plgpu.SMEM((computing, tile, out_width), jnp.float32), plgpu.SMEM((computing, tile), jnp.float32),
             plgpu.Barrier(num_barriers=slots), ready, ready,
             plgpu.Barrier(num_arrivals=computing, num_barriers=slots), free, free,
-            *tensor_cores.scratch(block, head_dim),
+            plgpu.Barrier(num_arrivals=sharing, num_barriers=stages),
+            *(scratch for _ in range(computing) for scratch in tensor_cores.scratch(block, head_dim)),
         ),
         grid=(cores,),
         grid_names=("core",),
@@ -408,4 +453,4 @@ def _attend(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(tiled, k_pages, v_pages, layer, page_table, work)  # fmt: skip
+    )(queries, k_pages, v_pages, layer, page_table, work)  # fmt: skip

@@ -22,9 +22,14 @@ class TensorCores(Protocol):
 
     tile: int
 
-    def split(self, head_dim: int) -> tuple[int, int, int]:
-        """Compute warpgroups, which share out the columns of the values; columns that are one swizzled operand or some;
-        and columns that are written out at a time."""
+    def most_tiles(self, head_dim: int) -> int:
+        """Tiles that a block of threads can compute at the same time."""
+
+    def sharing(self, head_dim: int) -> int:
+        """Warpgroups that compute one tile: each all scores, and its share of the columns of the values."""
+
+    def columns(self, head_dim: int) -> tuple[int, int]:
+        """Columns of the values that are one operand, and columns that are written out at a time."""
 
     def layout(self) -> Any:
         """How an array of `[tile, n]` lies in the registers of a warpgroup."""
@@ -52,11 +57,16 @@ class Wgmma:
 
     tile = 64
 
-    def split(self, head_dim):
-        warpgroups = 1 if head_dim <= 128 else 2  # the accumulators of 256 columns do not fit the registers of one
-        width = head_dim // warpgroups
-        width = 64 if width % 64 == 0 else width
-        return warpgroups, width, width
+    def most_tiles(self, head_dim):
+        return 2 // self.sharing(head_dim)
+
+    def sharing(self, head_dim):
+        return 1 if head_dim <= 128 else 2  # the sums of 256 columns do not fit the registers of one
+
+    def columns(self, head_dim):
+        own = head_dim // self.sharing(head_dim)
+        width = 64 if own % 64 == 0 else own
+        return width, width
 
     def layout(self):
         import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -100,9 +110,15 @@ class Tcgen05:
 
     tile = 128
 
-    def split(self, head_dim):
+    def most_tiles(self, head_dim):
+        return 2 if head_dim <= 128 else 1  # 512 columns of the tensor cores' memory
+
+    def sharing(self, head_dim):
+        return 1
+
+    def columns(self, head_dim):
         out_width = 32 if head_dim % 32 == 0 and head_dim <= 128 else 16  # shared memory is short
-        return 1, 64 if head_dim % 64 == 0 else head_dim, out_width
+        return 64 if head_dim % 64 == 0 else head_dim, out_width
 
     def layout(self):
         import jax.experimental.pallas.mosaic_gpu as plgpu

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention.plan import make_plan, num_tiles
 
-ROWS, TOKENS, BLOCK = 5, 24, 4
+ROWS, TOKENS, BLOCK, ALIGN = 5, 24, 4, 2
 
 
 @st.composite
@@ -50,7 +50,7 @@ def test_every_query_sees_every_key_that_it_should_once(tile_tokens, extra, wind
             assert plan.begin[part] == plan.end[part] == 0
             continue
         assert 0 <= plan.begin[part] < plan.end[part]
-        assert (plan.row[part], plan.position[part]) == (plan.row[tile], plan.position[tile])
+        assert all(of[part] == of[tile] for of in (plan.row, plan.position, plan.start))
         assert plan.length[part] == lengths[plan.row[part]]
         blocks.setdefault(int(tile), []).extend(range(plan.begin[part], plan.end[part]))
 
@@ -60,7 +60,11 @@ def test_every_query_sees_every_key_that_it_should_once(tile_tokens, extra, wind
             tile = int(plan.token_tile[token])
             places = min(tile_tokens, queries - first)
             position = tokens - queries + first
-            assert (plan.row[tile], plan.token[tile], plan.position[tile]) == (row, token, position)
+            assert (plan.row[tile], plan.position[tile]) == (row, position)
+            aligned = plan.aligned[plan.start[tile] : plan.start[tile] + places]
+            assert plan.start[tile] % ALIGN == 0 and aligned.tolist() == list(range(token, token + places))
+            parts = np.flatnonzero(plan.tile[tiles:] == tile)
+            assert plan.first_extra[tile] == (parts[0] if len(parts) else extra)
             assert (plan.token_tile[token : token + places] == tile).all()
             assert plan.token_place[token : token + places].tolist() == list(range(places))
             seen = 0 if window is None else max(0, position - window + 1)
@@ -72,13 +76,14 @@ def test_every_query_sees_every_key_that_it_should_once(tile_tokens, extra, wind
 
 @cache
 def _plan(tile_tokens: int, extra: int, window: int | None):
-    sizes = {"tokens": TOKENS, "tile_tokens": tile_tokens, "block": BLOCK, "extra_parts": extra}
+    sizes = {"tokens": TOKENS, "tile_tokens": tile_tokens, "align": ALIGN, "block": BLOCK, "extra_parts": extra}
     return jax.jit(partial(make_plan, **sizes, sliding_window=window))
 
 
 def test_a_long_context_gets_the_parts_that_there_are():
     """Catches: parts reserved for rows that do not need them."""
     start, lengths = np.arange(6, dtype=np.int32), np.array([3, 4000, 3, 3, 3], np.int32)
-    plan = make_plan(start, lengths, tokens=5, tile_tokens=1, block=BLOCK, extra_parts=7, sliding_window=None)
+    sizes = {"tokens": 5, "tile_tokens": 1, "align": ALIGN, "block": BLOCK, "extra_parts": 7}
+    plan = make_plan(start, lengths, **sizes, sliding_window=None)
     assert (np.asarray(plan.tile) == 1).sum() == 7  # the blocks of the short ones count as well
     assert (np.asarray(plan.end) - np.asarray(plan.begin)).max() == -(-1004 // 7)
