@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.cards import CARDS, Card, target_card, target_kind
+from pallas_kernels.paged_attention import ampere
 from pallas_kernels.paged_attention.plan import Plan, make_plan, num_tiles
 from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES, TensorCores
 
@@ -44,7 +45,7 @@ _LOG2E = math.log2(math.e)
 #: query heads that can share a KV head: they are rows of one tile
 _MOST_SHARED = min(cores.tile for cores in TENSOR_CORES.values())
 #: JAX that has what the kernel is written with, and with which it is tested, by architecture
-NEEDS_JAX = {"sm_90a": (0, 11), "sm_100a": (0, 12)}
+NEEDS_JAX = {"sm_80": (0, 12), "sm_90a": (0, 11), "sm_100a": (0, 12)}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Tuning:
 
 def fitting(head_dim: int, card: Card) -> Tuning:
     """As many stages as the card's shared memory holds."""
+    if card.architecture == ampere.ARCHITECTURE:
+        return Tuning(_BLOCK, ampere.stages_that_fit(head_dim, _BLOCK, card), query_slots=1)
     tunings = [Tuning(_BLOCK, stages, slots) for slots in (2, 1) for stages in range(6, 1, -1)]
     cores = TENSOR_CORES[card.architecture]
     return next(t for t in tunings if t.shared_bytes(head_dim, cores) <= card.shared_bytes)
@@ -82,15 +85,15 @@ def fitting(head_dim: int, card: Card) -> Tuning:
 def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool = False) -> str | None:
     """Why the kernel cannot compute these operands here, as the end of a sentence; None if it can."""
     card = target_card()
-    if card is None or card.architecture not in TENSOR_CORES:
-        return f"it is written for Hopper and Blackwell (H100, H200, B200), and this is {target_kind()}"
+    if card is None:
+        return f"it is written for Ampere, Hopper and Blackwell ({', '.join(CARDS).upper()}), and this is {target_kind()}"
     needed = NEEDS_JAX[card.architecture]
     if jax.__version_info__ < needed:
         return f"on {card.name} it needs JAX {'.'.join(map(str, needed))}, and this is {jax.__version__}"
-    return unsupported(queries, k_pages)
+    return unsupported(queries, k_pages, any_page=card.architecture == ampere.ARCHITECTURE)
 
 
-def unsupported(queries: jax.Array, k_pages: jax.Array) -> str | None:
+def unsupported(queries: jax.Array, k_pages: jax.Array, any_page: bool = False) -> str | None:
     """What there is no kernel for in the shapes and dtypes of these operands, as the end of a sentence."""
     heads, head_dim = queries.shape[1:]
     kv_heads, page_size = k_pages.shape[2:4]
@@ -100,7 +103,7 @@ def unsupported(queries: jax.Array, k_pages: jax.Array) -> str | None:
         return f"head_dim is {head_dim}; it must be a multiple of 16 up to 128, or of 32 up to 256"
     if heads // kv_heads > _MOST_SHARED:
         return f"{heads // kv_heads} query heads share a KV head; at most {_MOST_SHARED} can"
-    if page_size % 8 or (_BLOCK % page_size and page_size % _BLOCK):
+    if not any_page and (page_size % 8 or (_BLOCK % page_size and page_size % _BLOCK)):
         return f"page_size is {page_size}; it must be 8, 16, 32 or a multiple of {_BLOCK}"
     return None
 
@@ -139,7 +142,7 @@ def _paged_attention(
     group = heads // kv_heads
     rows = kv_len.shape[0]
     # Where there are no more tokens than rows, nearly all rows decode: a tile is one token.
-    tile_tokens = 1 if tokens <= rows else TENSOR_CORES[card.architecture].tile // group
+    tile_tokens = 1 if tokens <= rows else _tile(card) // group
     used = -(-tile_tokens * group // 8) * 8
     tiles = num_tiles(tokens, rows, tile_tokens)
     extra = -(-tuning.extra_parts * card.cores // kv_heads)
@@ -154,7 +157,8 @@ def _paged_attention(
     tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, used - tile_tokens * group), (0, 0)))
 
     work = jnp.stack([plan.row, plan.tile, plan.position, plan.length, plan.begin, plan.end], axis=1)
-    part_out, part_lse = _attend(
+    kernel = ampere.attend if card.architecture == ampere.ARCHITECTURE else _attend
+    part_out, part_lse = kernel(
         tiled, k_pages, v_pages, layer[None], page_table, work, group=group, tuning=tuning, card=card,
         scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
@@ -169,6 +173,10 @@ def _paged_attention(
     padding = plan.token_tile == tiles
     out = jnp.where(padding[:, None, None], 0, by_token(out).astype(queries.dtype))
     return (out, jnp.where(padding[:, None], -jnp.inf, by_token(lse))) if return_lse else out
+
+
+def _tile(card: Card) -> int:
+    return ampere.TILE if card.architecture == ampere.ARCHITECTURE else TENSOR_CORES[card.architecture].tile
 
 
 def _slices(columns: list[Any], width: int) -> list[Any]:

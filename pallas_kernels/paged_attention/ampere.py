@@ -1,0 +1,385 @@
+"""Ragged paged attention for Ampere, in Pallas Mosaic GPU: the same work list as `mosaic_gpu.py`, without TMA and wgmma.
+
+One block of four warps for each part and KV head. Its threads copy rows of keys and values themselves, 16 bytes at a
+time (`cp.async`): every thread looks up the page of the row that it copies, so a page may have any size. `stages - 1`
+blocks of keys are on their way while one is used:
+
+    shared memory    | block i: in use | block i+1: arriving | block i+2: arriving |     stages = 3
+                       ^ when all have read it, block i+3 is asked for into its place
+
+The products are `mma.sync`, of 16 rows a warp. Where a tile has 64 rows, as in prefill, each warp has 16 of them and
+all columns; where it has 16 or fewer, as in decoding, the warps share out the columns, and the weights go from one to
+the others through shared memory.
+
+A score is masked before it counts, but a weight of 0 does not silence a NaN among the values: in the block where a
+row ends, what lies past the end is set to zero in shared memory.
+
+Pallas's interpreter has neither `cp.async` nor `mma.sync`: `_Device` is what is compiled, `_Interpreted` what stands
+for it. All else is the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.cards import Card
+from pallas_kernels.paged_attention.softmax import log_sum_exp, weigh
+
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.mosaic_gpu import Tuning
+
+ARCHITECTURE = "sm_80"
+#: most rows of a tile: queries times the query heads that share a KV head
+TILE = 64
+_THREADS = 128
+_COPY_BYTES = 16  # of one cp.async
+_RESERVED = 1024  # shared memory that the driver takes of every block of threads
+
+
+def attend(
+    tiled: jax.Array, k_pages: jax.Array, v_pages: jax.Array, layer: jax.Array, page_table: jax.Array,
+    work: jax.Array, *, group: int, tuning: Tuning, card: Card, scale: float, sliding_window: int | None,
+    soft_cap: float | None, interpret: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The kernel: every part's own softmax, as `mosaic_gpu._attend`."""
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    used, head_dim = tiled.shape[2:]
+    kv_heads, page_size = k_pages.shape[2:4]
+    parts, dtype = work.shape[0], k_pages.dtype
+    block, stages = tuning.block, tuning.stages
+    rows = _rows(used, head_dim)
+    warps = rows // 16  # that share out the rows of a tile
+    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, rows - used), (0, 0)))
+    machine = _Interpreted(block, page_size) if interpret else _Device(block, page_size)
+
+    bits = 8 * dtype.itemsize
+    swizzle = plgpu.find_swizzle(head_dim * bits)
+    width = swizzle * 8 // bits  # columns that lie together
+    columns = [pl.ds(start, width) for start in range(0, head_dim, width)]
+    left = plgpu.Layout.MMA_LHS(dtype, m_warps=warps)
+    right = plgpu.Layout.MMA_RHS(dtype, m_warps=warps)
+    layout = plgpu.Layout.MMA_ACC(dtype, m_warps=warps)
+
+    def zeros(size):
+        return plgpu.layout_cast(jnp.zeros((rows, size), jnp.float32), layout)
+
+    def kernel(
+        q_ref, k_ref, v_ref, layer_ref, table, work_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, *scratch
+    ):  # fmt: skip
+        part, head = lax.axis_index("part"), lax.axis_index("head")
+        blocks = work_ref[part, 5] - work_ref[part, 4]
+        weights_smem, scratch = (scratch[0], scratch[1:]) if warps < 4 else (None, scratch)
+
+        @pl.when(blocks > 0)
+        def attend_part():
+            row, tile, position, length, begin = (work_ref[part, column] for column in range(5))
+            place = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout.reduce(1))
+            # Rows past the tile's queries stand for no query; they see what the last of the row sees.
+            query = jnp.minimum(position + lax.div(place, jnp.int32(group)), length - 1)
+
+            def fetch(i):
+                @pl.when(i < blocks)
+                def copy():
+                    slot = lax.rem(i, jnp.int32(stages))
+                    machine.fetch(
+                        (k_ref, v_ref), (k_smem.at[slot], v_smem.at[slot]), table, slot, scratch,
+                        layer=layer_ref[0], head=head, row=row, first_key=(begin + i) * block,
+                        last_page=lax.div(length - 1, jnp.int32(page_size)),
+                    )  # fmt: skip
+
+                machine.close_group()
+
+            def zero_past_the_end(slot, first_key):
+                for column in columns:
+                    stage = v_smem.at[slot, :, column]
+                    values = plgpu.load(stage, layout=plgpu.Layout.WGMMA)
+                    key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+                    plgpu.store(stage, jnp.where(first_key + key < length, values, jnp.zeros_like(values)))
+
+            def step(i, carry):
+                outs, most, total = carry
+                slot = lax.rem(i, jnp.int32(stages))
+                first_key = (begin + i) * block
+                machine.wait(slot, stages - 2, scratch)
+                fetch(i + stages - 1)  # into the slot of the block before, which all have read
+
+                scores = zeros(block)
+                for column in columns:
+                    queries = plgpu.load(q_smem.at[:, column], layout=left)
+                    keys = plgpu.load(k_smem.at[slot, :, column].T, layout=right)
+                    scores = machine.product(scores, queries, keys)
+                weights, decay, most, total = weigh(
+                    scores, most, total, query, first_key, layout, scale=scale, sliding_window=sliding_window,
+                    soft_cap=soft_cap,
+                )  # fmt: skip
+                if weights_smem is None:
+                    weights = machine.as_operand(weights, dtype, layout, left)
+                else:
+                    weights_smem[...] = weights.astype(dtype)
+                    weights = plgpu.load(weights_smem, layout=left)
+
+                pl.when(first_key + block > length)(partial(zero_past_the_end, slot, first_key))
+                outs = tuple(
+                    machine.product(
+                        out * lax.broadcast_in_dim(decay, out.shape, [0]),
+                        weights,
+                        plgpu.load(v_smem.at[slot, :, column], layout=right),
+                    )
+                    for out, column in zip(outs, columns, strict=True)
+                )
+                return outs, most, total
+
+            for i in range(stages - 1):
+                fetch(jnp.int32(i))
+            for column in columns:
+                plgpu.store(
+                    q_smem.at[:, column], plgpu.load(q_ref.at[tile, head, :, column], layout=left, optimized=False)
+                )
+
+            def by_row(value):
+                return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), layout.reduce(1))
+
+            carry = (tuple(zeros(width) for _ in columns), by_row(-jnp.inf), by_row(0))
+            outs, most, total = lax.fori_loop(0, blocks, step, carry)
+
+            share = 1 / jnp.where(total == 0, jnp.float32(1), total)
+            for out, column in zip(outs, columns, strict=True):
+                plgpu.store(
+                    out_ref.at[part, head, :, column], out * lax.broadcast_in_dim(share, out.shape, [0]), optimized=False
+                )
+            plgpu.store(lse_ref.at[part, head], log_sum_exp(most, total), optimized=False)
+
+    def operand(*shape):
+        """Shared memory whose rows lie as the products and the copies want them: no two of eight in one bank."""
+        swizzle = plgpu.find_swizzle(shape[-1] * bits)
+        return plgpu.SMEM(
+            shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
+        )
+
+    stage = operand(stages, block, head_dim)
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((parts, kv_heads, rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((parts, kv_heads, rows), jnp.float32),
+        ),
+        scratch_types=(
+            operand(rows, head_dim), stage, stage, *([operand(rows, block)] if warps < 4 else []),
+            *machine.scratch(stages),
+        ),
+        grid=(parts, kv_heads),
+        grid_names=("part", "head"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(tiled, k_pages, v_pages, layer, page_table, work)  # fmt: skip
+    return out[:, :, :used], lse[:, :, :used]
+
+
+def shared_bytes(head_dim: int, block: int, stages: int) -> int:
+    """Shared memory of one block of threads, with 256 bytes for alignment: the stages and the queries of a full tile.
+    Tiles of fewer rows have their weights there as well, which are fewer than the queries they lack."""
+    return 2 * head_dim * (TILE + 2 * block * stages) + 256
+
+
+def stages_that_fit(head_dim: int, block: int, card: Card) -> int:
+    """So many that two blocks of threads share a core, one computing while the other waits; else what one can have."""
+    together = (card.shared_bytes + _RESERVED) // 2 - _RESERVED
+    for limit in (together, card.shared_bytes):
+        for stages in range(4, 1, -1):
+            if shared_bytes(head_dim, block, stages) <= limit:
+                return stages
+    raise ValueError(f"two stages of {block} keys of {head_dim} do not fit {card.shared_bytes} bytes of shared memory")
+
+
+def _rows(used: int, head_dim: int) -> int:
+    """Rows of a tile: as few as hold `used`. The warps that do not share out rows share out columns, by eights."""
+    return next(rows for rows in (16, 32, 64) if used <= rows and head_dim % (8 * TILE // rows) == 0)
+
+
+class _Device:
+    """What an A100 runs."""
+
+    def __init__(self, block: int, page_size: int):
+        self.block, self.page_size = block, page_size
+
+    def scratch(self, stages: int) -> Sequence[Any]:
+        return ()
+
+    def fetch(self, sources, stages, table, slot, scratch, **place):
+        """Starts to copy one block of keys and of values, `[block, head_dim]`, into their stages."""
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        head_dim = stages[0].shape[-1]
+        swizzle = plgpu.find_swizzle(head_dim * 16)
+        plain = plgpu.RefType()
+        tiled = plgpu.RefType((plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)))
+        names = ("layer", "head", "row", "first_key", "last_page")
+        scalar = plgpu.Layout.WG_SPLAT(())
+        arguments = (*sources, *stages, table, *(place[name] for name in names))
+
+        @plgpu.inline_mgpu(arg_types=(plain, plain, tiled, tiled, plain, *(scalar for _ in names)))
+        def copy(ctx, keys, values, key_stage, value_stage, table, *place):
+            _copy_rows(
+                (keys, values), (key_stage, value_stage), table, *(scalar.registers.item() for scalar in place),
+                block=self.block, head_dim=head_dim, page_size=self.page_size, swizzle=swizzle,
+            )  # fmt: skip
+
+        copy(*arguments)
+
+    def close_group(self):
+        """What was asked for since the last call is one group."""
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        @plgpu.inline_mgpu()
+        def commit(ctx):
+            from jaxlib.mlir.dialects import nvvm
+
+            nvvm.cp_async_commit_group()
+
+        commit()
+
+    def wait(self, slot, groups, scratch):
+        """Until all but the last `groups` groups have arrived, for all threads, and all threads are here."""
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        @plgpu.inline_mgpu()
+        def wait(ctx):
+            from jax.experimental.mosaic.gpu.utils import warpgroup_barrier
+            from jaxlib.mlir.dialects import nvvm
+
+            nvvm.cp_async_wait_group(groups)
+            warpgroup_barrier()
+
+        wait()
+
+    def product(self, total, a, b):
+        """`total + a @ b`, in float32."""
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        return plgpu.mma(total, a, b)
+
+    def as_operand(self, weights, dtype, layout, left):
+        """Results of a product as an operand of the next: where each warp has whole rows, a thread has the same
+        elements of both, in the same order."""
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(weights.shape, dtype, layout=left))
+        def convert(ctx, array):
+            from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+            from jax.experimental.mosaic.gpu.utils import dtype_to_ir_type
+
+            target = left.to_mgpu()
+            registers = array.astype(dtype_to_ir_type(dtype)).registers.reshape(target.registers_shape(array.shape))
+            return FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
+
+        return convert(weights)
+
+
+class _Interpreted:
+    """The same for Pallas's interpreter, which has a TMA unit: a copy for every stretch of rows that lie together."""
+
+    def __init__(self, block: int, page_size: int):
+        import math
+
+        self.block, self.page_size = block, page_size
+        self.together = math.gcd(block, page_size)
+
+    def scratch(self, stages):
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        return (plgpu.Barrier(num_arrivals=2 * self.block // self.together, num_barriers=stages),)
+
+    def fetch(self, sources, stages, table, slot, scratch, *, layer, head, row, first_key, last_page):
+        import jax.experimental.pallas as pl
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        for start in range(0, self.block, self.together):
+            key = first_key + start
+            page = table[row, jnp.minimum(lax.div(key, jnp.int32(self.page_size)), last_page)]
+            rows = pl.ds(lax.rem(key, jnp.int32(self.page_size)), self.together)
+            for source, stage in zip(sources, stages, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    source.at[layer, page, head, rows], stage.at[pl.ds(start, self.together)], scratch[0].at[slot]
+                )
+
+    def close_group(self):
+        pass
+
+    def wait(self, slot, groups, scratch):
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        plgpu.barrier_wait(scratch[0].at[slot])
+        plgpu.commit_smem()
+
+    def product(self, total, a, b):
+        return total + jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+
+    def as_operand(self, weights, dtype, layout, left):
+        return weights.astype(dtype)
+
+
+def _copy_rows(sources, stages, table, layer, head, row, first_key, last_page, *, block, head_dim, page_size, swizzle):
+    """Every thread's share of the copies of a block: consecutive threads copy consecutive 16 bytes.
+
+    Args:
+        sources: of keys and of values, `[layers, pages, kv_heads, page_size, head_dim]` in device memory.
+        stages: `[block / 8, head_dim / tile, 8, tile]`, rows of `swizzle` bytes, in shared memory.
+        table: `[rows, max_pages]`. layer, head, row, first_key, last_page: int32, the same for all threads.
+    """
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
+
+    i8, i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (8, 32, 64))
+    index = ir.IndexType.get()
+    layers_pages_heads = ir.MemRefType(sources[0].type).shape[:3]
+    row_bytes = 2 * head_dim
+    chunks, in_tile = row_bytes // _COPY_BYTES, swizzle // _COPY_BYTES
+
+    def c(value):
+        return arith.constant(i32, value)
+
+    def wide(value):
+        return arith.extui(i64, value)
+
+    def c64(value):
+        return arith.constant(i64, value)
+
+    thread = arith.remui(utils.thread_idx(), c(_THREADS))
+    starts = [utils.memref_ptr(source) for source in sources]
+    starts = [llvm.addrspacecast(llvm.PointerType.get(address_space=1), start) for start in starts]
+    ends = [utils.memref_ptr(stage) for stage in stages]
+    _, pages, heads = layers_pages_heads
+    first = arith.addi(arith.muli(wide(layer), c64(pages * heads)), wide(head))
+
+    for nth in range(block * chunks // _THREADS):
+        linear = arith.addi(thread, c(nth * _THREADS))
+        place, chunk = arith.divui(linear, c(chunks)), arith.remui(linear, c(chunks))
+        key = arith.addi(first_key, place)
+        page = arith.minui(arith.divui(key, c(page_size)), last_page)
+        number = memref.load(table, [arith.index_cast(index, row), arith.index_cast(index, page)])
+        source_row = arith.addi(
+            arith.muli(arith.addi(first, arith.muli(wide(number), c64(heads))), c64(page_size)),
+            wide(arith.remui(key, c(page_size))),
+        )
+        source = arith.addi(
+            arith.muli(source_row, c64(row_bytes)), wide(arith.muli(chunk, c(_COPY_BYTES)))
+        )
+        # Tiles of eight rows, of `in_tile` chunks each; the swizzle exchanges the chunks of a row.
+        tile = arith.addi(arith.muli(arith.divui(place, c(8)), c(chunks // in_tile)), arith.divui(chunk, c(in_tile)))
+        within = arith.addi(arith.muli(arith.remui(place, c(8)), c(in_tile)), arith.remui(chunk, c(in_tile)))
+        within = arith.xori(within, arith.remui(arith.divui(within, c(8)), c(in_tile)))
+        target = arith.muli(arith.addi(arith.muli(tile, c(8 * in_tile)), within), c(_COPY_BYTES))
+        for start, end in zip(starts, ends, strict=True):
+            nvvm.cp_async_shared_global(
+                utils.getelementptr(end, [target], i8), utils.getelementptr(start, [source], i8), _COPY_BYTES,
+                nvvm.LoadCacheModifierKind.CG,
+            )  # fmt: skip
