@@ -20,6 +20,7 @@ for it. All else is the same for both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ ARCHITECTURE = "sm_80"
 TILE = 64
 _THREADS = 128
 _COPY_BYTES = 16  # of one cp.async
+_REDUCTION = 2048  # shared memory for sums over columns that warps share out
 _RESERVED = 1024  # shared memory that the driver takes of every block of threads
 
 
@@ -58,11 +60,9 @@ def attend(
     rows = _rows(used, head_dim)
     warps = rows // 16  # that share out the rows of a tile
     tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, rows - used), (0, 0)))
-    machine = _Interpreted(block, page_size) if interpret else _Device(block, page_size)
 
-    bits = 8 * dtype.itemsize
-    swizzle = plgpu.find_swizzle(head_dim * bits)
-    width = swizzle * 8 // bits  # columns that lie together
+    machine = _Interpreted(block, page_size) if interpret else _Device(block, page_size)
+    width = _transforms(head_dim, dtype)[0].tiling[-1]
     columns = [pl.ds(start, width) for start in range(0, head_dim, width)]
     left = plgpu.Layout.MMA_LHS(dtype, m_warps=warps)
     right = plgpu.Layout.MMA_RHS(dtype, m_warps=warps)
@@ -98,10 +98,11 @@ def attend(
                 machine.close_group()
 
             def zero_past_the_end(slot, first_key):
+                by_rows = plgpu.Layout.MMA_ACC(dtype, m_warps=min(4, block // 16))  # can be stored, as `right` cannot
                 for column in columns:
                     stage = v_smem.at[slot, :, column]
-                    values = plgpu.load(stage, layout=plgpu.Layout.WGMMA)
-                    key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+                    values = plgpu.load(stage, layout=by_rows)
+                    key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=by_rows)
                     plgpu.store(stage, jnp.where(first_key + key < length, values, jnp.zeros_like(values)))
 
             def step(i, carry):
@@ -158,11 +159,7 @@ def attend(
             plgpu.store(lse_ref.at[part, head], log_sum_exp(most, total), optimized=False)
 
     def operand(*shape):
-        """Shared memory whose rows lie as the products and the copies want them: no two of eight in one bank."""
-        swizzle = plgpu.find_swizzle(shape[-1] * bits)
-        return plgpu.SMEM(
-            shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
-        )
+        return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1], dtype))
 
     stage = operand(stages, block, head_dim)
     out, lse = plgpu.kernel(
@@ -177,7 +174,7 @@ def attend(
         ),
         grid=(parts, kv_heads),
         grid_names=("part", "head"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_REDUCTION if warps < 4 else 0),
         interpret=interpret,
     )(tiled, k_pages, v_pages, layer, page_table, work)  # fmt: skip
     return out[:, :, :used], lse[:, :, :used]
@@ -189,14 +186,25 @@ def shared_bytes(head_dim: int, block: int, stages: int) -> int:
     return 2 * head_dim * (TILE + 2 * block * stages) + 256
 
 
-def stages_that_fit(head_dim: int, block: int, card: Card) -> int:
-    """So many that two blocks of threads share a core, one computing while the other waits; else what one can have."""
+def fitting(head_dim: int, card: Card) -> tuple[int, int]:
+    """Keys of a block, and stages: so many that two blocks of threads share a core, one computing while the other waits;
+    else what one can have. Wide heads leave fewer registers for scores."""
+    block = 64 if head_dim <= 128 else 32
     together = (card.shared_bytes + _RESERVED) // 2 - _RESERVED
     for limit in (together, card.shared_bytes):
         for stages in range(4, 1, -1):
             if shared_bytes(head_dim, block, stages) <= limit:
-                return stages
+                return block, stages
     raise ValueError(f"two stages of {block} keys of {head_dim} do not fit {card.shared_bytes} bytes of shared memory")
+
+
+def _transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
+    """How operands of products lie in shared memory: in tiles of eight rows, swizzled so that no two are in one bank."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    bits = 8 * jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * bits)
+    return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 def _rows(used: int, head_dim: int) -> int:
@@ -217,10 +225,8 @@ class _Device:
         """Starts to copy one block of keys and of values, `[block, head_dim]`, into their stages."""
         import jax.experimental.pallas.mosaic_gpu as plgpu
 
-        head_dim = stages[0].shape[-1]
-        swizzle = plgpu.find_swizzle(head_dim * 16)
-        plain = plgpu.RefType()
-        tiled = plgpu.RefType((plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)))
+        transforms = _transforms(stages[0].shape[-1], stages[0].dtype)
+        plain, tiled = plgpu.RefType(), plgpu.RefType(transforms)
         names = ("layer", "head", "row", "first_key", "last_page")
         scalar = plgpu.Layout.WG_SPLAT(())
         arguments = (*sources, *stages, table, *(place[name] for name in names))
@@ -229,7 +235,7 @@ class _Device:
         def copy(ctx, keys, values, key_stage, value_stage, table, *place):
             _copy_rows(
                 (keys, values), (key_stage, value_stage), table, *(scalar.registers.item() for scalar in place),
-                block=self.block, head_dim=head_dim, page_size=self.page_size, swizzle=swizzle,
+                block=self.block, page_size=self.page_size, swizzle=transforms[1].swizzle,
             )  # fmt: skip
 
         copy(*arguments)
@@ -287,8 +293,6 @@ class _Interpreted:
     """The same for Pallas's interpreter, which has a TMA unit: a copy for every stretch of rows that lie together."""
 
     def __init__(self, block: int, page_size: int):
-        import math
-
         self.block, self.page_size = block, page_size
         self.together = math.gcd(block, page_size)
 
@@ -326,12 +330,15 @@ class _Interpreted:
         return weights.astype(dtype)
 
 
-def _copy_rows(sources, stages, table, layer, head, row, first_key, last_page, *, block, head_dim, page_size, swizzle):
-    """Every thread's share of the copies of a block: consecutive threads copy consecutive 16 bytes.
+def _copy_rows(sources, stages, table, layer, head, row, first_key, last_page, *, block, page_size, swizzle):
+    """Every thread's share of the copies of a block.
+
+    Rows lie in tiles of eight, each of `swizzle` bytes. Threads next to each other copy what lies together in a row of a
+    tile, and a thread has the same place in all tiles that it copies, so that addresses differ by constants.
 
     Args:
         sources: of keys and of values, `[layers, pages, kv_heads, page_size, head_dim]` in device memory.
-        stages: `[block / 8, head_dim / tile, 8, tile]`, rows of `swizzle` bytes, in shared memory.
+        stages: `[block / 8, head_dim / columns of a tile, 8, columns of a tile]` in shared memory.
         table: `[rows, max_pages]`. layer, head, row, first_key, last_page: int32, the same for all threads.
     """
     from jax.experimental.mosaic.gpu import utils
@@ -339,47 +346,43 @@ def _copy_rows(sources, stages, table, layer, head, row, first_key, last_page, *
     from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
     i8, i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (8, 32, 64))
-    index = ir.IndexType.get()
-    layers_pages_heads = ir.MemRefType(sources[0].type).shape[:3]
-    row_bytes = 2 * head_dim
-    chunks, in_tile = row_bytes // _COPY_BYTES, swizzle // _COPY_BYTES
+    _, pages, heads, _, head_dim = ir.MemRefType(sources[0].type).shape
+    chunks = swizzle // _COPY_BYTES  # of a row of a tile
+    tiles = 2 * head_dim // swizzle  # side by side
+    at_once = _THREADS // (8 * chunks)  # tiles one below the other
 
-    def c(value):
-        return arith.constant(i32, value)
+    def c(value, type=i32):
+        return arith.constant(type, value)
 
     def wide(value):
         return arith.extui(i64, value)
 
-    def c64(value):
-        return arith.constant(i64, value)
+    def index(value):
+        return arith.index_cast(ir.IndexType.get(), value)
 
-    thread = arith.remui(utils.thread_idx(), c(_THREADS))
     starts = [utils.memref_ptr(source) for source in sources]
     starts = [llvm.addrspacecast(llvm.PointerType.get(address_space=1), start) for start in starts]
     ends = [utils.memref_ptr(stage) for stage in stages]
-    _, pages, heads = layers_pages_heads
-    first = arith.addi(arith.muli(wide(layer), c64(pages * heads)), wide(head))
 
-    for nth in range(block * chunks // _THREADS):
-        linear = arith.addi(thread, c(nth * _THREADS))
-        place, chunk = arith.divui(linear, c(chunks)), arith.remui(linear, c(chunks))
-        key = arith.addi(first_key, place)
+    thread = arith.remui(utils.thread_idx(), c(_THREADS))
+    tile, within = arith.divui(thread, c(8 * chunks)), arith.remui(thread, c(8 * chunks))
+    chunk = arith.remui(within, c(chunks))
+    place = arith.addi(arith.muli(tile, c(8)), arith.divui(within, c(chunks)))
+    swizzled = arith.xori(within, arith.remui(arith.divui(within, c(8)), c(chunks)))
+    target = arith.addi(arith.muli(tile, c(tiles * 8 * swizzle)), arith.muli(swizzled, c(_COPY_BYTES)))
+    ends = [utils.getelementptr(end, [target], i8) for end in ends]
+    of_layer = arith.muli(wide(layer), c(pages, i64))
+    for first in range(0, block // 8, at_once):
+        key = arith.addi(first_key, arith.addi(place, c(8 * first)))
         page = arith.minui(arith.divui(key, c(page_size)), last_page)
-        number = memref.load(table, [arith.index_cast(index, row), arith.index_cast(index, page)])
-        source_row = arith.addi(
-            arith.muli(arith.addi(first, arith.muli(wide(number), c64(heads))), c64(page_size)),
-            wide(arith.remui(key, c(page_size))),
-        )
-        source = arith.addi(
-            arith.muli(source_row, c64(row_bytes)), wide(arith.muli(chunk, c(_COPY_BYTES)))
-        )
-        # Tiles of eight rows, of `in_tile` chunks each; the swizzle exchanges the chunks of a row.
-        tile = arith.addi(arith.muli(arith.divui(place, c(8)), c(chunks // in_tile)), arith.divui(chunk, c(in_tile)))
-        within = arith.addi(arith.muli(arith.remui(place, c(8)), c(in_tile)), arith.remui(chunk, c(in_tile)))
-        within = arith.xori(within, arith.remui(arith.divui(within, c(8)), c(in_tile)))
-        target = arith.muli(arith.addi(arith.muli(tile, c(8 * in_tile)), within), c(_COPY_BYTES))
+        number = arith.addi(of_layer, wide(memref.load(table, [index(row), index(page)])))
+        of_head = arith.addi(arith.muli(number, c(heads, i64)), wide(head))
+        in_pool = arith.addi(arith.muli(of_head, c(page_size, i64)), wide(arith.remui(key, c(page_size))))
+        source = arith.addi(arith.muli(in_pool, c(2 * head_dim, i64)), wide(arith.muli(chunk, c(_COPY_BYTES))))
         for start, end in zip(starts, ends, strict=True):
-            nvvm.cp_async_shared_global(
-                utils.getelementptr(end, [target], i8), utils.getelementptr(start, [source], i8), _COPY_BYTES,
-                nvvm.LoadCacheModifierKind.CG,
-            )  # fmt: skip
+            start = utils.getelementptr(start, [source], i8)
+            for column in range(tiles):
+                nvvm.cp_async_shared_global(
+                    utils.getelementptr(end, [(first * tiles + column) * 8 * swizzle], i8),
+                    utils.getelementptr(start, [column * swizzle], i8), _COPY_BYTES, nvvm.LoadCacheModifierKind.CG,
+                )  # fmt: skip

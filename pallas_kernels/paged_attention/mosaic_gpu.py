@@ -76,7 +76,7 @@ class Tuning:
 def fitting(head_dim: int, card: Card) -> Tuning:
     """As many stages as the card's shared memory holds."""
     if card.architecture == ampere.ARCHITECTURE:
-        return Tuning(_BLOCK, ampere.stages_that_fit(head_dim, _BLOCK, card), query_slots=1)
+        return Tuning(*ampere.fitting(head_dim, card), query_slots=1)
     tunings = [Tuning(_BLOCK, stages, slots) for slots in (2, 1) for stages in range(6, 1, -1)]
     cores = TENSOR_CORES[card.architecture]
     return next(t for t in tunings if t.shared_bytes(head_dim, cores) <= card.shared_bytes)
