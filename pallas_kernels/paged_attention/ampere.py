@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 ARCHITECTURE = "sm_80"
 #: most rows of a tile: queries times the query heads that share a KV head
 TILE = 64
+_ROWS = (16, 32, TILE)
 _THREADS = 128
 _COPY_BYTES = 16  # of one cp.async
 _REDUCTION = 2048  # shared memory for sums over columns that warps share out
@@ -57,7 +58,7 @@ def attend(
     kv_heads, page_size = k_pages.shape[2:4]
     parts, dtype = work.shape[0], k_pages.dtype
     block, stages = tuning.block, tuning.stages
-    rows = _rows(used, head_dim)
+    rows = rows_of_tile(used, head_dim)
     warps = rows // 16  # that share out the rows of a tile
     tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, rows - used), (0, 0)))
 
@@ -181,9 +182,9 @@ def attend(
 
 
 def shared_bytes(head_dim: int, block: int, stages: int) -> int:
-    """Shared memory of one block of threads, with 256 bytes for alignment: the stages and the queries of a full tile.
-    Tiles of fewer rows have their weights there as well, which are fewer than the queries they lack."""
-    return 2 * head_dim * (TILE + 2 * block * stages) + 256
+    """Shared memory of one block of threads: the stages, and what tiles of as many rows as take most have beside them."""
+    beside = (2 * rows * head_dim + (2 * rows * block + _REDUCTION if rows < TILE else 0) for rows in _ROWS)
+    return max(beside) + 2 * stages * 2 * block * head_dim
 
 
 def fitting(head_dim: int, card: Card) -> tuple[int, int]:
@@ -207,9 +208,9 @@ def _transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
-def _rows(used: int, head_dim: int) -> int:
+def rows_of_tile(used: int, head_dim: int) -> int:
     """Rows of a tile: as few as hold `used`. The warps that do not share out rows share out columns, by eights."""
-    return next(rows for rows in (16, 32, 64) if used <= rows and head_dim % (8 * TILE // rows) == 0)
+    return next(rows for rows in _ROWS if used <= rows and head_dim % (8 * TILE // rows) == 0)
 
 
 class _Device:

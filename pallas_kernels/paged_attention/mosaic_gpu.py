@@ -82,6 +82,14 @@ def fitting(head_dim: int, card: Card) -> Tuning:
     return next(t for t in tunings if t.shared_bytes(head_dim, cores) <= card.shared_bytes)
 
 
+def shared_bytes(head_dim: int, card: Card) -> int:
+    """Shared memory of one block of threads, with `fitting`."""
+    tuning = fitting(head_dim, card)
+    if card.architecture == ampere.ARCHITECTURE:
+        return ampere.shared_bytes(head_dim, tuning.block, tuning.stages)
+    return tuning.shared_bytes(head_dim, TENSOR_CORES[card.architecture])
+
+
 def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool = False) -> str | None:
     """Why the kernel cannot compute these operands here, as the end of a sentence; None if it can."""
     card = target_card()

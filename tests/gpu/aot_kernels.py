@@ -27,8 +27,7 @@ from support.gpu_aot import compile_for, mesh
 from pallas_kernels import paged_attention
 from pallas_kernels.cards import CARDS
 from pallas_kernels.paged_attention.cases import BENCHMARKS, Case
-from pallas_kernels.paged_attention.mosaic_gpu import NEEDS_JAX, fitting
-from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES
+from pallas_kernels.paged_attention.mosaic_gpu import NEEDS_JAX, shared_bytes
 
 RECORD = Path(__file__).with_name("kernels.json")
 
@@ -36,7 +35,7 @@ RECORD = Path(__file__).with_name("kernels.json")
 def classes() -> list[tuple[str, Case, str, str]]:
     """(name, case, dtype, card) of every class of shapes: each compiles to a kernel of its own. An H100 has as many
     cores as an H200, and gets the same kernels."""
-    cards = [card for card in ("h200", "b200") if jax.__version_info__ >= NEEDS_JAX[CARDS[card].architecture]]
+    cards = [card for card in ("a100", "h200", "b200") if jax.__version_info__ >= NEEDS_JAX[CARDS[card].architecture]]
     return [what for card in cards for kind in ("decode", "mixed") for what in _classes(card, kind)]
 
 
@@ -45,7 +44,8 @@ def _classes(card: str, kind: str) -> list[tuple[str, Case, str, str]]:
     changes: dict[str, dict] = {"": {}}
     changes |= {f"-head_dim{d}": {"head_dim": d} for d in (64, 80, 96, 112, 192, 256)}
     changes |= {f"-ratio{r}": {"heads": 8 * r} for r in (1, 3, 7, 8, 16)}
-    changes |= {f"-page{p}": {"page_size": p} for p in (8, 32, 64, 128, 256)}
+    pages = (1, 3, 8, 32, 64, 128, 256) if card == "a100" else (8, 32, 64, 128, 256)
+    changes |= {f"-page{p}": {"page_size": p} for p in pages}
     window, cap = {"sliding_window": 100}, {"soft_cap": 50.0}
     changes |= {"-window": window, "-cap": cap, "-window-cap": window | cap}
     found = [(f"{card}-{kind}{name}", replace(case, **change), "bfloat16", card) for name, change in changes.items()]
@@ -98,9 +98,7 @@ def _read(text: str, every: list[tuple[str, Case, str, str]]) -> dict[str, dict[
             "registers": int(registers),
             "spilled_bytes": spilled,
             "barriers": int(barriers),
-            "shared_bytes": fitting(case.head_dim, CARDS[card]).shared_bytes(
-                case.head_dim, TENSOR_CORES[CARDS[card].architecture]
-            ),
+            "shared_bytes": shared_bytes(case.head_dim, CARDS[card]),
             "temporary_bytes": temporary,
         }
         for (name, case, _, card), spilled, (registers, barriers), temporary in zip(
@@ -116,10 +114,9 @@ def recorded() -> dict[str, dict[str, dict[str, int]]]:
 
 def limits() -> str:
     """What each benchmark case must move and compute, and the time that takes on each card at least."""
-    names = [name for name in CARDS if name != "a100"]
-    lines = [f"{'case':<22}{'MB':>9}{'GFLOP':>9}" + "".join(f"{name + ' us':>10}" for name in names)]
+    lines = [f"{'case':<22}{'MB':>9}{'GFLOP':>9}" + "".join(f"{name + ' us':>10}" for name in CARDS)]
     for name, case in BENCHMARKS.items():
-        times = "".join(f"{1e6 * case.least_seconds(CARDS[card]):>10.1f}" for card in names)
+        times = "".join(f"{1e6 * case.least_seconds(CARDS[card]):>10.1f}" for card in CARDS)
         lines.append(f"{name:<22}{case.bytes_moved(2) / 1e6:>9.1f}{case.operations / 1e9:>9.2f}{times}")
     return "\n".join(lines)
 

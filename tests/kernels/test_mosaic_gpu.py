@@ -1,8 +1,8 @@
 """The kernel for NVIDIA GPUs, run on a CPU by Pallas's interpreter, which has its threads, barriers and memories.
 
 In float32, so that a key left out or counted twice cannot pass for rounding; with the interpreter's race detection;
-and with NaN and infinities wherever no live token lies. Needs JAX 0.11 for Hopper and 0.12 for Blackwell; `.ci/run` has
-environments with them.
+and with NaN and infinities wherever no live token lies. Needs JAX 0.11 for Hopper and 0.12 for Ampere and Blackwell;
+`.ci/run` has environments with them. What is interpreted of the Ampere kernel says `test_ampere.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.attention import in_numpy
 
-from pallas_kernels.cards import CARDS, card_of
+from pallas_kernels.cards import CARDS, Card, card_of
 from pallas_kernels.paged_attention.cases import CASES, Case, operands
 from pallas_kernels.paged_attention.mosaic_gpu import (
     NEEDS_JAX,
@@ -41,9 +41,9 @@ def on_cards(*names: str):
     return pytest.mark.parametrize("card", [of(name) for name in names])
 
 
-def case_for_the_kernel(case: Case) -> Case:
+def case_for_the_kernel(case: Case, card: Card) -> Case:
     """The case with the smallest pages that there is a kernel for, where its own are smaller."""
-    return replace(case, page_size=max(case.page_size, 8))
+    return case if card.architecture == "sm_80" else replace(case, page_size=max(case.page_size, 8))
 
 
 def run(case: Case, arguments, card, *, tuning=None, return_lse=False):
@@ -67,12 +67,12 @@ def run(case: Case, arguments, card, *, tuning=None, return_lse=False):
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, card):
     """Catches: a page, a stage or a part that is not waited for, or is overwritten; a block, a column or a head off by
     one; the poison of a masked key; padding that is not zero."""
-    case = case_for_the_kernel(CASES[name])
+    case = case_for_the_kernel(CASES[name], card)
     arguments = operands(case)
     out, lse = run(case, arguments, card, return_lse=True)
     expected, expected_lse = in_numpy(case, *arguments, return_lse=True)
@@ -81,12 +81,12 @@ def test_every_case(name, card):
     assert (out[case.num_tokens - case.padding :] == 0).all()
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["decode-page16", "mixed-page64", "head_dim256", "soft_cap-window", "long-chunk"])
 def test_half_precision_is_near_float64(name, dtype, card):
     """Catches: a softmax or an accumulator in half precision."""
-    case = case_for_the_kernel(CASES[name])
+    case = case_for_the_kernel(CASES[name], card)
     arguments = operands(case, dtype=dtype)
     out = run(case, arguments, card)
     assert out.dtype == dtype
@@ -110,7 +110,7 @@ def ragged(draw) -> Case:
     return Case("drawn", tuple(rows), head_dim=64, page_size=PAGE, padding=left)
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize("window", [None, 9])
 @settings(max_examples=12)
 @given(case=ragged(), seed=st.integers(0, 9))
@@ -128,7 +128,7 @@ def test_any_ragged_batch(window, card, case, seed):
     np.testing.assert_allclose(run(case, arguments, card), in_numpy(case, *arguments), atol=1e-5, rtol=1e-5)
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize("tuning", [Tuning(64, 2, 1), Tuning(64, 3, 2, extra_parts=0), Tuning(128, 2, extra_parts=9)])
 def test_tuning_changes_no_result(tuning, card):
     """Catches: a stage or a part that only the default sizes have."""
@@ -138,7 +138,7 @@ def test_tuning_changes_no_result(tuning, card):
     np.testing.assert_allclose(run(case, arguments, card, tuning=tuning), expected, atol=1e-5, rtol=1e-5)
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize("poisoned", [0, 1], ids=["values", "keys"])
 @pytest.mark.parametrize("page", [3, 17])
 def test_a_request_that_has_turned_nan_is_alone_with_it(page, poisoned, card):

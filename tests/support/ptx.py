@@ -23,7 +23,6 @@ import numpy as np
 
 THREADS, LANES = 128, 32
 WARP, LANE = np.arange(THREADS) // LANES, np.arange(THREADS) % LANES
-_REGISTER = {"rs": np.uint16, "rd": np.uint64, "r": np.uint32}
 _ARRAY = 40  # bits of an offset; above them is the number of an array
 _HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
@@ -156,6 +155,12 @@ def _pack(high, low, dtype):
     return both.view(np.uint32)[:, 0]
 
 
+def _high(a, b):
+    """The upper half of products."""
+    bits = 8 * a.itemsize
+    return np.array([(int(x) * int(y) >> bits) % (1 << bits) for x, y in zip(a, b, strict=True)], f"u{a.itemsize}")
+
+
 def _signed(register):
     return register.view({2: np.int16, 4: np.int32, 8: np.int64}[register.itemsize])
 
@@ -204,7 +209,7 @@ class Program:
             memory = Memory(arrays, shared_bytes)
             names = {
                 "np": np, "m": memory, "F": _floats, "B": _bits, "S": _signed, "mma": mma, "ldmatrix": ldmatrix,
-                "pack": _pack, "lanes": LANE, "warps": WARP, "halves": _HALVES,
+                "pack": _pack, "high": _high, "lanes": LANE, "warps": WARP, "halves": _HALVES,
                 "special": {"tid.x": np.arange(THREADS, dtype=np.uint32)}
                 | {f"ctaid.{n}": np.full(THREADS, v, np.uint32) for n, v in zip("xyz", (x, y, z), strict=True)},
                 "params": [np.full(THREADS, (n + 1) << _ARRAY, np.uint64) for n in range(len(arrays))],
@@ -261,7 +266,8 @@ class Program:
                 shared, size = "shared" in spaces, bits // 8 * count
                 if kind[0] == "ld":
                     data = f"np.ascontiguousarray(m.load({self._address(operands[1])}, {size}, {shared}))"
-                    return f"{', '.join(target)}, = {data}.view(np.uint{bits}).T.copy()"
+                    held = 64 if target[0].startswith("rd") else bits
+                    return f"{', '.join(target)}, = {data}.view(np.uint{bits}).T.astype(np.uint{held})"
                 registers = ", ".join(self._value(r, bits) for r in self._parts(operands[1]))
                 return f"m.store({self._address(operands[0])}, np.stack([{registers}], 1).view(np.uint8), {shared})"
             case ["cp", "async", "cg", *_]:
@@ -309,10 +315,8 @@ class Program:
                 wide = "np.int64" if kind_of[0] == "s" else "np.uint64"
                 a, b = (f"{signed(n)}.astype({wide})" for n in (1, 2))
                 return assigned(f"({a} * {b}).view(np.uint64)")
-            case ["mul", "hi", kind_of]:
-                wide = "np.int64" if kind_of[0] == "s" else "np.uint64"
-                a, b = (f"{signed(n)}.astype({wide})" for n in (1, 2))
-                return assigned(f"(({a} * {b}) >> 32).astype({wide}).view(np.uint64).astype(np.uint32)")
+            case ["mul", "hi", _]:
+                return assigned(f"high({signed(1)}, {signed(2)})")
             case ["mad", "lo", _]:
                 return assigned(f"{value(1)} * {value(2)} + {value(3)}")
             case ["shr", _]:
