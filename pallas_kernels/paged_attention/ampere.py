@@ -1,4 +1,4 @@
-"""Ragged paged attention for Ampere, in Pallas Mosaic GPU: the same work list as `mosaic_gpu.py`, without TMA and wgmma.
+"""Ragged paged attention for Ampere, in Pallas Mosaic GPU: the work list of `mosaic_gpu.py`, without TMA and wgmma.
 
 One block of four warps for each part and KV head. Its threads copy rows of keys and values themselves, 16 bytes at a
 time (`cp.async`): every thread looks up the page of the row that it copies, so a page may have any size. `stages - 1`
@@ -52,7 +52,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The kernel: every part's own softmax, as `mosaic_gpu._attend`."""
     import jax.experimental.pallas as pl
-    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    plgpu = _mosaic_gpu()
 
     used, head_dim = tiled.shape[2:]
     kv_heads, page_size = k_pages.shape[2:4]
@@ -154,9 +155,8 @@ def attend(
 
             share = 1 / jnp.where(total == 0, jnp.float32(1), total)
             for out, column in zip(outs, columns, strict=True):
-                plgpu.store(
-                    out_ref.at[part, head, :, column], out * lax.broadcast_in_dim(share, out.shape, [0]), optimized=False
-                )
+                out *= lax.broadcast_in_dim(share, out.shape, [0])
+                plgpu.store(out_ref.at[part, head, :, column], out, optimized=False)
             plgpu.store(lse_ref.at[part, head], log_sum_exp(most, total), optimized=False)
 
     def operand(*shape):
@@ -182,14 +182,14 @@ def attend(
 
 
 def shared_bytes(head_dim: int, block: int, stages: int) -> int:
-    """Shared memory of one block of threads: the stages, and what tiles of as many rows as take most have beside them."""
+    """Shared memory of one block of threads: the stages, and the most that a tile has beside them."""
     beside = (2 * rows * head_dim + (2 * rows * block + _REDUCTION if rows < TILE else 0) for rows in _ROWS)
     return max(beside) + 2 * stages * 2 * block * head_dim
 
 
 def fitting(head_dim: int, card: Card) -> tuple[int, int]:
-    """Keys of a block, and stages: so many that two blocks of threads share a core, one computing while the other waits;
-    else what one can have. Wide heads leave fewer registers for scores."""
+    """Keys of a block, and stages: so many that two blocks of threads share a core, and one computes while the other
+    waits; else what one can have. Wide heads leave fewer registers for scores."""
     block = 64 if head_dim <= 128 else 32
     together = (card.shared_bytes + _RESERVED) // 2 - _RESERVED
     for limit in (together, card.shared_bytes):
@@ -199,9 +199,16 @@ def fitting(head_dim: int, card: Card) -> tuple[int, int]:
     raise ValueError(f"two stages of {block} keys of {head_dim} do not fit {card.shared_bytes} bytes of shared memory")
 
 
-def _transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
-    """How operands of products lie in shared memory: in tiles of eight rows, swizzled so that no two are in one bank."""
+def _mosaic_gpu() -> Any:
+    """Pallas's module of that name: it is not typed alike in all versions of JAX."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    return plgpu
+
+
+def _transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
+    """How operands of products lie in shared memory: in tiles of eight rows, swizzled so that no two share a bank."""
+    plgpu = _mosaic_gpu()
 
     bits = 8 * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * bits)
@@ -224,7 +231,7 @@ class _Device:
 
     def fetch(self, sources, stages, table, slot, scratch, **place):
         """Starts to copy one block of keys and of values, `[block, head_dim]`, into their stages."""
-        import jax.experimental.pallas.mosaic_gpu as plgpu
+        plgpu = _mosaic_gpu()
 
         transforms = _transforms(stages[0].shape[-1], stages[0].dtype)
         plain, tiled = plgpu.RefType(), plgpu.RefType(transforms)
@@ -243,7 +250,7 @@ class _Device:
 
     def close_group(self):
         """What was asked for since the last call is one group."""
-        import jax.experimental.pallas.mosaic_gpu as plgpu
+        plgpu = _mosaic_gpu()
 
         @plgpu.inline_mgpu()
         def commit(ctx):
@@ -255,7 +262,7 @@ class _Device:
 
     def wait(self, slot, groups, scratch):
         """Until all but the last `groups` groups have arrived, for all threads, and all threads are here."""
-        import jax.experimental.pallas.mosaic_gpu as plgpu
+        plgpu = _mosaic_gpu()
 
         @plgpu.inline_mgpu()
         def wait(ctx):
@@ -269,14 +276,14 @@ class _Device:
 
     def product(self, total, a, b):
         """`total + a @ b`, in float32."""
-        import jax.experimental.pallas.mosaic_gpu as plgpu
+        plgpu = _mosaic_gpu()
 
         return plgpu.mma(total, a, b)
 
     def as_operand(self, weights, dtype, layout, left):
         """Results of a product as an operand of the next: where each warp has whole rows, a thread has the same
         elements of both, in the same order."""
-        import jax.experimental.pallas.mosaic_gpu as plgpu
+        plgpu = _mosaic_gpu()
 
         @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(weights.shape, dtype, layout=left))
         def convert(ctx, array):
@@ -298,13 +305,14 @@ class _Interpreted:
         self.together = math.gcd(block, page_size)
 
     def scratch(self, stages):
-        import jax.experimental.pallas.mosaic_gpu as plgpu
+        plgpu = _mosaic_gpu()
 
         return (plgpu.Barrier(num_arrivals=2 * self.block // self.together, num_barriers=stages),)
 
     def fetch(self, sources, stages, table, slot, scratch, *, layer, head, row, first_key, last_page):
         import jax.experimental.pallas as pl
-        import jax.experimental.pallas.mosaic_gpu as plgpu
+
+        plgpu = _mosaic_gpu()
 
         for start in range(0, self.block, self.together):
             key = first_key + start
@@ -319,7 +327,7 @@ class _Interpreted:
         pass
 
     def wait(self, slot, groups, scratch):
-        import jax.experimental.pallas.mosaic_gpu as plgpu
+        plgpu = _mosaic_gpu()
 
         plgpu.barrier_wait(scratch[0].at[slot])
         plgpu.commit_smem()
@@ -334,8 +342,8 @@ class _Interpreted:
 def _copy_rows(sources, stages, table, layer, head, row, first_key, last_page, *, block, page_size, swizzle):
     """Every thread's share of the copies of a block.
 
-    Rows lie in tiles of eight, each of `swizzle` bytes. Threads next to each other copy what lies together in a row of a
-    tile, and a thread has the same place in all tiles that it copies, so that addresses differ by constants.
+    Rows lie in tiles of eight, each of `swizzle` bytes. Threads next to each other copy what lies together in a row of
+    a tile, and a thread has the same place in all tiles that it copies, so that addresses differ by constants.
 
     Args:
         sources: of keys and of values, `[layers, pages, kv_heads, page_size, head_dim]` in device memory.
@@ -353,7 +361,7 @@ def _copy_rows(sources, stages, table, layer, head, row, first_key, last_page, *
     at_once = _THREADS // (8 * chunks)  # tiles one below the other
 
     def c(value, type=i32):
-        return arith.constant(type, value)
+        return utils.c(value, type)
 
     def wide(value):
         return arith.extui(i64, value)

@@ -94,7 +94,7 @@ def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool = False) ->
     """Why the kernel cannot compute these operands here, as the end of a sentence; None if it can."""
     card = target_card()
     if card is None:
-        return f"it is written for Ampere, Hopper and Blackwell ({', '.join(CARDS).upper()}), and this is {target_kind()}"
+        return f"it is written for {', '.join(CARDS).upper()}, and this is {target_kind()}"
     needed = NEEDS_JAX[card.architecture]
     if jax.__version_info__ < needed:
         return f"on {card.name} it needs JAX {'.'.join(map(str, needed))}, and this is {jax.__version__}"

@@ -1,8 +1,8 @@
 """The kernel for Ampere as it is compiled: its PTX, run in numpy.
 
-`test_mosaic_gpu.py` runs it by Pallas's interpreter as it does those of other cards, but there `cp.async` is a TMA copy,
-and `mma.sync` a product of whole arrays. What that leaves out is seen here: which thread copies what, how groups of
-copies are counted, how operands lie in registers.
+`test_mosaic_gpu.py` runs it by Pallas's interpreter as it does those of other cards, but there `cp.async` is a TMA
+copy, and `mma.sync` a product of whole arrays. What that leaves out is seen here: which thread copies what, how groups
+of copies are counted, how operands lie in registers.
 """
 
 from __future__ import annotations

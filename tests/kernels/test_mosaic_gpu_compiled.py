@@ -1,5 +1,5 @@
-"""The paged-attention kernel compiled for an A100, an H200 and a B200 that are not here: what the assembler reports of each
-class of shapes, against the table in `tests/gpu/kernels.json`."""
+"""The paged-attention kernel compiled for an A100, an H200 and a B200 that are not here: what the assembler reports of
+each class of shapes, against the table in `tests/gpu/kernels.json`."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Memory:
             raise RuntimeError("a race with a copy that is not waited for")
         for times in by_others:
             for warp in range(4):
-                if (times[warp][at[WARP != warp]] == self.epoch).any():
+                if (times[warp][at[warp != WARP]] == self.epoch).any():
                     raise RuntimeError("a race of two warps")
         return at
 
@@ -132,21 +132,19 @@ def mma(a, b, c, dtype):
 
 
 def ldmatrix(memory, address, count, transposed):
-    """Matrix `n` has the rows that lanes `8 n` and after point at; lane `l` gets two of row `l / 4`."""
-    found = []
+    """Matrix `n` has the rows that lanes `8 n` and after point at; lane `l` gets the elements `2 (l % 4)` and the next
+    of row `l / 4`, or of that column."""
+    row, pair = LANE // 4, 2 * (LANE % 4)
+
+    def halves(lane, column, size):
+        return memory.load(address[WARP * LANES + lane] + (2 * column).astype(np.uint64), size, shared=True)
+
     for n in range(count):
-        pointed = address[WARP * LANES + 8 * n + LANE // 4]
         if transposed:
-            parts = [
-                memory.load(address[WARP * LANES + 8 * n + 2 * (LANE % 4) + half] + 2 * (LANE // 4).astype(np.uint64), 2, True)
-                for half in range(2)
-            ]
-            found.append(np.ascontiguousarray(np.concatenate(parts, 1)).view(np.uint32)[:, 0])
+            found = np.concatenate([halves(8 * n + pair + half, row, 2) for half in range(2)], axis=1)
         else:
-            found.append(
-                np.ascontiguousarray(memory.load(pointed + 4 * (LANE % 4).astype(np.uint64), 4, True)).view(np.uint32)[:, 0]
-            )
-    return found
+            found = halves(8 * n + row, pair, 4)
+        yield np.ascontiguousarray(found).view(np.uint32)[:, 0]
 
 
 def _pack(high, low, dtype):
@@ -166,8 +164,8 @@ def _signed(register):
 
 
 _BINARY = {
-    "add": "{a} + {b}", "sub": "{a} - {b}", "and": "{a} & {b}", "or": "{a} | {b}", "xor": "{a} ^ {b}",
-    "shl": "{a} << {b}.astype({a}.dtype)", "mul.lo": "{a} * {b}",
+    "add": "{a} + {b}", "sub": "{a} - {b}", "mul": "{a} * {b}",
+    "and": "{a} & {b}", "or": "{a} | {b}", "xor": "{a} ^ {b}",
 }  # fmt: skip
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNARY = {"ex2": "np.exp2", "lg2": "np.log2", "rcp": "np.reciprocal", "tanh": "np.tanh"}
@@ -251,7 +249,8 @@ class Program:
 
         match kind:
             case ["ld", "param::entry", *_]:
-                return assigned(f"params[{re.search(r'param_(\d+)', rest)[1]}]")
+                number = re.search(r"param_(\d+)", rest)[1]
+                return assigned(f"params[{number}]")
             case ["cvta", *_]:
                 return assigned(value(1))
             case ["mov", *_] if operands[1].startswith("{"):
@@ -290,7 +289,8 @@ class Program:
                 return assigned(f"pack({value(1)}, {value(2)}, halves['{pair[:-2]}'])")
             case ["cvt", to, source]:
                 raw = self._value(operands[1], int(source[1:]))
-                return assigned(f"{f'S({raw})' if source[0] == 's' else raw}.astype(np.{to[0].replace('u', 'uint').replace('s', 'int')}{to[1:]}).view(np.uint{to[1:]})")
+                raw = f"S({raw})" if source[0] == "s" else raw  # so that it is extended by its sign
+                return assigned(f"{raw}.astype(np.uint{to[1:]})")
             case ["setp", how, _]:
                 a, b = (f"F({value(n)})" if kind[-1] == "f32" else signed(n) for n in (1, 2))
                 return assigned(f"{a} {_COMPARE[how]} {b}")
@@ -304,7 +304,7 @@ class Program:
             case ["max", "NaN", "f32"]:
                 return assigned(f"B(np.maximum(F({value(1)}), F({value(2)})))")
             case [("add" | "sub" | "mul") as how, *_, "f32"]:
-                return assigned(f"B(F({value(1)}) {dict(add='+', sub='-', mul='*')[how]} F({value(2)}))")
+                return assigned(f"B({_BINARY[how].format(a=f'F({value(1)})', b=f'F({value(2)})')})")
             case ["fma", "rn", "f32"]:
                 return assigned(f"B(F({value(1)}) * F({value(2)}) + F({value(3)}))")
             case [("ex2" | "lg2" | "rcp" | "tanh") as how, *_, "f32"]:
@@ -319,18 +319,15 @@ class Program:
                 return assigned(f"high({signed(1)}, {signed(2)})")
             case ["mad", "lo", _]:
                 return assigned(f"{value(1)} * {value(2)} + {value(3)}")
-            case ["shr", _]:
-                shift = f"{self._value(operands[2], 32)}.astype({value(1)}.dtype)"
-                a = f"S({value(1)})" if kind[1][0] == "s" else value(1)
-                shift = f"S({shift})" if kind[1][0] == "s" else shift
-                return assigned(f"({a} >> {shift}).view(np.uint{bits})")
             case ["shl", _]:
-                return assigned(_BINARY["shl"].format(a=value(1), b=self._value(operands[2], 32)))
-            case ["mul", "lo", _]:
-                return assigned(_BINARY["mul.lo"].format(a=value(1), b=value(2)))
+                return assigned(f"{value(1)} << {self._value(operands[2], 32)}.astype(np.uint{bits})")
+            case ["shr", _]:
+                return assigned(
+                    f"({signed(1)} >> {self._value(operands[2], 32)}.astype({signed(1)}.dtype)).view(np.uint{bits})"
+                )
             case [("min" | "max") as how, _]:
                 return assigned(f"np.{how}imum({signed(1)}, {signed(2)}).view(np.uint{bits})")
-            case [("add" | "sub" | "and" | "or" | "xor") as how, _]:
+            case [("add" | "sub" | "and" | "or" | "xor") as how, _] | ["mul" as how, "lo", _]:
                 return assigned(_BINARY[how].format(a=value(1), b=value(2)))
         raise NotImplementedError(statement)
 
