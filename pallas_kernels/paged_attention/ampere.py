@@ -8,8 +8,8 @@ blocks of keys are on their way while one is used:
                        ^ when all have read it, block i+3 is asked for into its place
 
 The products are `mma.sync`, of 16 rows a warp. Where a tile has 64 rows, as in prefill, each warp has 16 of them and
-all columns; where it has 16 or fewer, as in decoding, the warps share out the columns, and the weights go from one to
-the others through shared memory.
+all columns; where it has fewer, as in decoding, the warps share out the columns, and the weights go from one to the
+others through shared memory.
 
 A score is masked before it counts, but a weight of 0 does not silence a NaN among the values: in the block where a
 row ends, what lies past the end is set to zero in shared memory.
@@ -173,8 +173,8 @@ def attend(
             operand(rows, head_dim), stage, stage, *([operand(rows, block)] if warps < 4 else []),
             *machine.scratch(stages),
         ),
-        grid=(parts, kv_heads),
-        grid_names=("part", "head"),
+        grid=(kv_heads, parts),  # the last may be larger than 65535
+        grid_names=("head", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_REDUCTION if warps < 4 else 0),
         interpret=interpret,
     )(tiled, k_pages, v_pages, layer, page_table, work)  # fmt: skip
@@ -359,6 +359,8 @@ def _copy_rows(sources, stages, table, layer, head, row, first_key, last_page, *
     chunks = swizzle // _COPY_BYTES  # of a row of a tile
     tiles = 2 * head_dim // swizzle  # side by side
     at_once = _THREADS // (8 * chunks)  # tiles one below the other
+    if block % (8 * at_once):
+        raise ValueError(f"a block of {block} keys is not copied in whole steps of {8 * at_once}")
 
     def c(value, type=i32):
         return utils.c(value, type)

@@ -53,7 +53,7 @@ class Tuning:
     """What may be chosen for a card and a class of shapes.
 
     Attributes:
-        block: keys of one stage, a multiple of 64.
+        block: keys of one stage, a multiple of 64; on Ampere of 32 where head_dim is one of 64.
         stages: blocks of keys in flight.
         query_slots: tiles of queries in shared memory: with two, the next part's are there when it starts.
         extra_parts: pieces that long contexts are cut into, beyond one for each tile and KV head: so many a core.

@@ -75,7 +75,7 @@ def emulated(attend):
             out = np.full((*lse.shape, head_dim), np.nan, np.float32)
             # In the order in which the kernel first uses them.
             arrays = [work, layer, page_table, tiled, out, lse, k_pages, v_pages]
-            program.run(arrays, (kv_heads, parts, 1), shared_bytes)
+            program.run(arrays, (parts, kv_heads, 1), shared_bytes)
             return out[:, :, :used], lse[:, :, :used]
 
         lse = jax.ShapeDtypeStruct((parts, kv_heads, used), np.float32)
