@@ -34,26 +34,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.cards import CARDS, Card, target_card, target_kind
+from pallas_kernels.paged_attention import ampere
 from pallas_kernels.paged_attention.merge import merge
 from pallas_kernels.paged_attention.plan import make_plan
+from pallas_kernels.paged_attention.softmax import log_sum_exp, weigh
 from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES
-from pallas_kernels.paged_attention.tuning import BLOCK, Tuning, kind_of, tuning_for
+from pallas_kernels.paged_attention.tuning import BLOCK, Tuning, kind_of, tile_rows, tuning_for
 
-_LOG2E = math.log2(math.e)
 #: rows that a swizzle repeats after; bytes that a place in shared memory is a multiple of where the TMA unit copies to
 _SWIZZLED_ROWS, _TMA_BYTES = 8, 128
 
 #: query heads that can share a KV head: they are rows of one tile
 _MOST_SHARED = min(cores.tile for cores in TENSOR_CORES.values())
 #: JAX that has what the kernel is written with, and with which it is tested, by architecture
-NEEDS_JAX = {"sm_90a": (0, 11), "sm_100a": (0, 12)}
+NEEDS_JAX = {"sm_80": (0, 12), "sm_90a": (0, 11), "sm_100a": (0, 12)}
 
 
 def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool = False) -> str | None:
     """Why the kernel cannot compute these operands here, as the end of a sentence; None if it can."""
     card = target_card()
-    if card is None or card.architecture not in TENSOR_CORES:
-        return f"it is written for Hopper and Blackwell (H100, H200, B200), and this is {target_kind()}"
+    if card is None:
+        return f"it is written for {', '.join(CARDS).upper()}, and this is {target_kind()}"
     needed = NEEDS_JAX[card.architecture]
     if jax.__version_info__ < needed:
         return f"on {card.name} it needs JAX {'.'.join(map(str, needed))}, and this is {jax.__version__}"
@@ -70,6 +71,8 @@ def unsupported(queries: jax.Array, k_pages: jax.Array, card: Card) -> str | Non
         return f"head_dim is {head_dim}; it must be a multiple of 16 up to 128, or of 32 up to 256"
     if heads // kv_heads > _MOST_SHARED:
         return f"{heads // kv_heads} query heads share a KV head; at most {_MOST_SHARED} can"
+    if card.architecture == ampere.ARCHITECTURE:  # copies rows, and not with the TMA unit
+        return None
     width, _ = TENSOR_CORES[card.architecture].columns(head_dim)
     least = _TMA_BYTES // _swizzle(width, BLOCK, k_pages.dtype.itemsize)
     if page_size % least:
@@ -114,8 +117,7 @@ def _paged_attention(
     align = _SWIZZLED_ROWS // math.gcd(_SWIZZLED_ROWS, group)
     tile_tokens = 1
     if kind_of(tokens, kv_len.shape[0]) == "mixed":
-        rows = tuning.tiles * TENSOR_CORES[card.architecture].tile
-        tile_tokens = max(1, rows // group // align * align)
+        tile_tokens = max(1, tuning.tiles * tile_rows(card) // group // align * align)
     plan = make_plan(
         query_start, kv_len, tokens=tokens, tile_tokens=tile_tokens, align=align, block=tuning.block,
         extra_parts=-(-tuning.extra_parts * card.cores // kv_heads), sliding_window=sliding_window,
@@ -127,7 +129,8 @@ def _paged_attention(
     aligned = jnp.pad(aligned, ((0, 0), (0, used), (0, 0)))  # the last tile may not be full
 
     work = jnp.stack([plan.row, plan.start * group, plan.position, plan.length, plan.begin, plan.end], axis=1)
-    part_out, part_lse = _attend(
+    attend = ampere.attend if card.architecture == ampere.ARCHITECTURE else _attend
+    part_out, part_lse = attend(
         aligned, k_pages, v_pages, layer[None], page_table, work, tile_tokens=tile_tokens, group=group, tuning=tuning,
         card=card, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
@@ -290,24 +293,10 @@ def _attend(
 
                 scores = tensor_cores.scores(q_smem.at[q_slot, pl.ds(first_row, tile)], k_smem.at[slot], scratch)
                 plgpu.barrier_arrive(k_free.at[slot])
-                if soft_cap is None:
-                    scores *= scale * _LOG2E
-                else:
-                    scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * _LOG2E)
-                after = query - first_key  # how many keys of the block a query sees, less one
-                after = lax.broadcast_in_dim(after, scores.shape, [0])
-                key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
-                seen = key <= after
-                if sliding_window is not None:
-                    seen &= key > after - sliding_window
-                scores = jnp.where(seen, scores, -jnp.inf)
-
-                new_most = jnp.maximum(most, scores.max(axis=1))
-                # A row that has seen nothing yet: -inf less -inf would be no number.
-                base = jnp.where(new_most == -jnp.inf, jnp.float32(0), new_most)
-                decay = jnp.exp2(most - base)
-                weights = jnp.exp2(scores - lax.broadcast_in_dim(base, scores.shape, [0]))
-                total = total * decay + weights.sum(axis=1)
+                weights, decay, most, total = weigh(
+                    scores, most, total, query, first_key, layout, scale=scale, sliding_window=sliding_window,
+                    soft_cap=soft_cap,
+                )  # fmt: skip
                 weights_smem[...] = weights.astype(dtype)
 
                 plgpu.barrier_wait(v_ready.at[slot])
@@ -317,7 +306,7 @@ def _attend(
 
                 outs = tensor_cores.add(outs, decay, weights_smem, v_smem.at[slot], columns, i == 0, scratch)
                 plgpu.barrier_arrive(v_free.at[slot])
-                return outs, new_most, total
+                return outs, most, total
 
             def by_row(value):
                 return plgpu.layout_cast(jnp.full((tile,), value, jnp.float32), layout.reduce(1))
@@ -347,7 +336,7 @@ def _attend(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written before has left shared memory
                 out_smem[...] = out * lax.broadcast_in_dim(share, out.shape, [0])
                 if column.start == 0:
-                    lse_smem[...] = jnp.where(total == 0, -jnp.inf, most * (1 / _LOG2E) + jnp.log(total))
+                    lse_smem[...] = log_sum_exp(most, total)
                 plgpu.commit_smem()
                 write(out_smem, out_ref, column)
                 if column.start == 0:

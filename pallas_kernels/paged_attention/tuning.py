@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 from pallas_kernels.cards import Card
-from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES, TensorCores
+from pallas_kernels.paged_attention import ampere
+from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES
 
 Kind = Literal["decode", "mixed"]
 KINDS: tuple[Kind, ...] = ("decode", "mixed")
@@ -31,10 +33,10 @@ class Tuning:
 
     Attributes:
         tiles: of queries that a block of threads computes at the same time, with the same keys, in warpgroups of
-            their own; 1 where a tile is one token.
-        block: keys of one stage, a multiple of 64.
+            their own; 1 where a tile is one token, and on Ampere.
+        block: keys of one stage, a multiple of 64; on Ampere of 32 where head_dim is one of 64.
         stages: blocks of keys in flight.
-        query_slots: tiles of queries in shared memory: with two, the next part's are there when it starts.
+        query_slots: tiles of queries in shared memory: with two, the next part's are there when it starts; 1 on Ampere.
         extra_parts: pieces that long contexts are cut into, beyond one for each tile and KV head: so many a core.
     """
 
@@ -44,36 +46,44 @@ class Tuning:
     query_slots: int
     extra_parts: int
 
-    def shared_bytes(self, head_dim: int, cores: TensorCores) -> int:
-        """Shared memory of one block of threads, with 3 KiB for barriers, reductions and alignment."""
-        rows = self.tiles * cores.tile
-        queries = self.query_slots * rows * head_dim * 2
-        stages = self.stages * 2 * self.block * head_dim * 2
-        weights, outs = self.block * 2, cores.columns(head_dim)[1] * 4  # outputs on their way to memory
-        return queries + stages + cores.sharing(head_dim) * rows * (weights + outs + 4) + 3072
-
 
 def kind_of(tokens: int, rows: int) -> Kind:
     return "decode" if tokens <= rows else "mixed"
 
 
+def tile_rows(card: Card) -> int:
+    """Rows of a tile: queries times the query heads that share a KV head."""
+    return ampere.TILE if card.architecture == ampere.ARCHITECTURE else TENSOR_CORES[card.architecture].tile
+
+
+def shared_bytes(tuning: Tuning, card: Card, head_dim: int) -> int:
+    """Shared memory of one block of threads, with 3 KiB for barriers, reductions and alignment."""
+    if card.architecture == ampere.ARCHITECTURE:
+        return ampere.shared_bytes(head_dim, tuning.block, tuning.stages)
+    cores = TENSOR_CORES[card.architecture]
+    rows = tuning.tiles * cores.tile
+    queries = tuning.query_slots * rows * head_dim * 2
+    stages = tuning.stages * 2 * tuning.block * head_dim * 2
+    weights, outs = tuning.block * 2, cores.columns(head_dim)[1] * 4  # outputs on their way to memory
+    return queries + stages + cores.sharing(head_dim) * rows * (weights + outs + 4) + 3072
+
+
 def candidates(card: Card, kind: Kind, head_dim: int) -> list[Tuning]:
     """Every tuning that fits the card, for a tuner to choose from."""
-    cores = TENSOR_CORES[card.architecture]
-    found = [
-        Tuning(tiles, block, stages, slots, extra)
-        for tiles in range(1, 1 + (1 if kind == "decode" else cores.most_tiles(head_dim)))
-        for block in (BLOCK, 2 * BLOCK)
-        for stages in range(2, 7)
-        for slots in (1, 2)
-        for extra in (1, 2, 4)
-    ]
-    return [tuning for tuning in found if tuning.shared_bytes(head_dim, cores) <= card.shared_bytes]
+    if card.architecture == ampere.ARCHITECTURE:
+        choices = product([1], ampere.blocks(head_dim), range(2, 7), [1], (1, 2, 4))
+    else:
+        most_tiles = TENSOR_CORES[card.architecture].most_tiles(head_dim) if kind == "mixed" else 1
+        choices = product(range(1, 1 + most_tiles), (BLOCK, 2 * BLOCK), range(2, 7), (1, 2), (1, 2, 4))
+    found = [Tuning(*choice) for choice in choices]
+    return [tuning for tuning in found if shared_bytes(tuning, card, head_dim) <= card.shared_bytes]
 
 
 def default(card: Card, kind: Kind, head_dim: int) -> Tuning:
     """Three stages where they fit; then as many tiles, slots of queries, and stages as there can be, in this order."""
     extra = 2 if kind == "decode" else 1
+    if card.architecture == ampere.ARCHITECTURE:
+        return Tuning(1, *ampere.fitting(head_dim, card), 1, extra)
     fits = [t for t in candidates(card, kind, head_dim) if t.block == BLOCK and t.extra_parts == extra]
     return max(fits, key=lambda t: (t.stages >= 3, t.tiles, t.query_slots, t.stages))
 

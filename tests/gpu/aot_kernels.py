@@ -28,8 +28,7 @@ from pallas_kernels import paged_attention
 from pallas_kernels.cards import CARDS, Card
 from pallas_kernels.paged_attention.cases import BENCHMARKS, Case
 from pallas_kernels.paged_attention.mosaic_gpu import NEEDS_JAX
-from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES
-from pallas_kernels.paged_attention.tuning import kind_of, tuning_for
+from pallas_kernels.paged_attention.tuning import kind_of, shared_bytes, tuning_for
 
 RECORD = Path(__file__).with_name("kernels.json")
 
@@ -37,7 +36,7 @@ RECORD = Path(__file__).with_name("kernels.json")
 def classes() -> list[tuple[str, Case, str, str]]:
     """(name, case, dtype, card) of every class of shapes: each compiles to a kernel of its own. An H100 has as many
     cores as an H200, and gets the same kernels."""
-    cards = [card for card in ("h200", "b200") if jax.__version_info__ >= NEEDS_JAX[CARDS[card].architecture]]
+    cards = [card for card in ("a100", "h200", "b200") if jax.__version_info__ >= NEEDS_JAX[CARDS[card].architecture]]
     return [what for card in cards for kind in ("decode", "mixed") for what in _classes(card, kind)]
 
 
@@ -109,7 +108,7 @@ def _read(text: str, every: list[tuple[str, Case, str, str]]) -> dict[str, dict[
 
 def _shared_bytes(case: Case, card: Card) -> int:
     tuning = tuning_for(card, kind_of(case.num_tokens, len(case.rows)), case.head_dim)
-    return tuning.shared_bytes(case.head_dim, TENSOR_CORES[card.architecture])
+    return shared_bytes(tuning, card, case.head_dim)
 
 
 def recorded() -> dict[str, dict[str, dict[str, int]]]:
@@ -119,10 +118,9 @@ def recorded() -> dict[str, dict[str, dict[str, int]]]:
 
 def limits() -> str:
     """What each benchmark case must move and compute, and the time that takes on each card at least."""
-    names = [name for name in CARDS if name != "a100"]
-    lines = [f"{'case':<22}{'MB':>9}{'GFLOP':>9}" + "".join(f"{name + ' us':>10}" for name in names)]
+    lines = [f"{'case':<22}{'MB':>9}{'GFLOP':>9}" + "".join(f"{name + ' us':>10}" for name in CARDS)]
     for name, case in BENCHMARKS.items():
-        times = "".join(f"{1e6 * case.least_seconds(CARDS[card]):>10.1f}" for card in names)
+        times = "".join(f"{1e6 * case.least_seconds(CARDS[card]):>10.1f}" for card in CARDS)
         lines.append(f"{name:<22}{case.bytes_moved(2) / 1e6:>9.1f}{case.operations / 1e9:>9.2f}{times}")
     return "\n".join(lines)
 

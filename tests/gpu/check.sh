@@ -24,7 +24,7 @@ check() {
     "$venv/bin/pip" install --quiet --no-deps "jax-cuda12-plugin==$2" "jax-cuda12-pjrt==$2" \
         nvidia-cuda-nvcc-cu12 nvidia-cuda-runtime-cu12
     "$venv/bin/python" -m pytest --dist load tests/kernels/test_mosaic_gpu.py tests/kernels/test_mosaic_gpu_compiled.py \
-        tests/contract/test_compiled_step.py -k "mosaic or h200"
+        tests/kernels/test_ampere.py tests/contract/test_compiled_step.py -k "mosaic or ampere or h200"
 }
 
 if [ $# -eq 2 ]; then

@@ -1,8 +1,8 @@
 """The kernel for NVIDIA GPUs, run on a CPU by Pallas's interpreter, which has its threads, barriers and memories.
 
 In float32, so that a key left out or counted twice cannot pass for rounding; with the interpreter's race detection;
-and with NaN and infinities wherever no live token lies. Needs JAX 0.11 for Hopper and 0.12 for Blackwell; `.ci/run` has
-environments with them.
+and with NaN and infinities wherever no live token lies. Needs JAX 0.11 for Hopper and 0.12 for Ampere and Blackwell;
+`.ci/run` has environments with them. What is interpreted of the Ampere kernel says `test_ampere.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(case: Case, arguments, card, *, tuning=None, return_lse=False):
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, card):
     """Catches: a page, a stage or a part that is not waited for, or is overwritten; a block, a column or a head off by
@@ -78,7 +78,7 @@ def test_every_case(name, card):
     assert (out[case.num_tokens - case.padding :] == 0).all()
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["decode-page16", "mixed-page64", "head_dim256", "soft_cap-window", "long-chunk"])
 def test_half_precision_is_near_float64(name, dtype, card):
@@ -107,7 +107,7 @@ def ragged(draw) -> Case:
     return Case("drawn", tuple(rows), head_dim=64, page_size=PAGE, padding=left)
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize("window", [None, 9])
 @settings(max_examples=12)
 @given(case=ragged(), seed=st.integers(0, 9))
@@ -125,7 +125,7 @@ def test_any_ragged_batch(window, card, case, seed):
     np.testing.assert_allclose(run(case, arguments, card), in_numpy(case, *arguments), atol=1e-5, rtol=1e-5)
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize(
     "tuning", [Tuning(1, 64, 2, 1, 2), Tuning(2, 64, 3, 2, 0), Tuning(1, 128, 2, 2, 9), Tuning(2, 128, 2, 1, 1)]
 )
@@ -137,7 +137,7 @@ def test_tuning_changes_no_result(tuning, card):
     np.testing.assert_allclose(run(case, arguments, card, tuning=tuning), expected, atol=1e-5, rtol=1e-5)
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize("poisoned", [0, 1], ids=["values", "keys"])
 @pytest.mark.parametrize("page", [3, 17])
 def test_a_request_that_has_turned_nan_is_alone_with_it(page, poisoned, card):
@@ -176,7 +176,7 @@ def test_what_there_is_no_kernel_for_is_said():
     assert said(page=3, head_dim=192) and said(page=3, head_dim=192, card="b200") is None
 
 
-@pytest.mark.parametrize("card", ["h100", "b200"])
+@pytest.mark.parametrize("card", CARDS)
 def test_there_is_a_kernel_for_every_case(card):
     """Catches: a case that a card would skip."""
     for case in CASES.values():
@@ -194,7 +194,7 @@ def test_a_card_is_known_by_what_jax_calls_it():
     assert card_of("NVIDIA H20") is card_of("NVIDIA GeForce RTX 4090") is card_of("cpu") is None
 
 
-@on_cards("h100", "b200")
+@on_cards("a100", "h100", "b200")
 def test_it_composes_with_scan_over_layers_and_jit(card):
     """Catches: a layer that is read at trace time; a kernel that only runs alone."""
     import jax.experimental.pallas.mosaic_gpu as plgpu

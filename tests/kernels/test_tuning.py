@@ -11,26 +11,32 @@ import pytest
 
 from pallas_kernels.cards import CARDS
 from pallas_kernels.paged_attention import tuning as table
-from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES
 from pallas_kernels.paged_attention.tune import cases, neighbours, search, write
-from pallas_kernels.paged_attention.tuning import KINDS, Tuning, candidates, default, entry, timed, tuning_for
+from pallas_kernels.paged_attention.tuning import (
+    KINDS,
+    Tuning,
+    candidates,
+    default,
+    entry,
+    shared_bytes,
+    timed,
+    tuning_for,
+)
 
-TUNED = [name for name, card in CARDS.items() if card.architecture in TENSOR_CORES]
 
-
-@pytest.mark.parametrize("name", TUNED)
+@pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 128, 192, 256])
 def test_every_class_has_a_tuning_that_fits(head_dim, kind, name):
     """Catches: a head_dim for which no stages fit; a decoding tile split over warpgroups; shared memory left idle."""
     card = CARDS[name]
-    cores = TENSOR_CORES[card.architecture]
     tuning = tuning_for(card, kind, head_dim)
-    assert tuning.shared_bytes(head_dim, cores) <= card.shared_bytes
-    assert tuning.tiles == 1 or (kind == "mixed" and tuning.tiles <= cores.most_tiles(head_dim))
-    fuller = replace(tuning, stages=tuning.stages + 1)
-    assert tuning.stages == 6 or fuller.shared_bytes(head_dim, cores) > card.shared_bytes
-    assert all(t.shared_bytes(head_dim, cores) <= card.shared_bytes for t in candidates(card, kind, head_dim))
+    assert shared_bytes(tuning, card, head_dim) <= card.shared_bytes
+    assert tuning.tiles == 1 or kind == "mixed"
+    if name != "a100":  # there a core has two blocks of threads, see test_ampere.py
+        fuller = replace(tuning, stages=tuning.stages + 1)
+        assert tuning.stages == 6 or shared_bytes(fuller, card, head_dim) > card.shared_bytes
+    assert all(shared_bytes(t, card, head_dim) <= card.shared_bytes for t in candidates(card, kind, head_dim))
     assert default(card, kind, head_dim) in candidates(card, kind, head_dim)
 
 

@@ -60,6 +60,6 @@ def compile_for(mesh: Mesh, function, *args, shardings: Any = None, **jit_option
     if shardings is None:
         shardings = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), args)
     shaped = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), args, shardings)
-    # The abstract mesh tells lowering rules which card is meant.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    # The abstract mesh tells lowering rules which card is meant; Mosaic asks the default device for its architecture.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
         return jax.jit(function, **jit_options).lower(*shaped).compile()
