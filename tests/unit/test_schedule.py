@@ -53,7 +53,7 @@ def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pag
             page += 1
     state = replace(
         state, requests=requests, counters=counters, refcount=jnp.asarray(refcount),
-        slots=Slots(*(jnp.asarray(a) for a in (occupied, request, computed, held, table))),
+        slots=Slots(*(jnp.asarray(a) for a in (occupied, request, computed, computed // 4, held, table))),
     )  # fmt: skip
     if waiting:
         state = submit(state, submission(config, [Ask(100 + i, [50 + i] * n, 40) for i, n in enumerate(waiting)]))
@@ -88,7 +88,7 @@ def test_scheduling_takes_the_lowest_free_pages_slot_by_slot():
     assert tokens.tolist() == [1, 9, 0, 0]
     assert state.slots.num_pages.tolist() == [3, 3, 0, 0]
     assert state.slots.page_table[:2, :4].tolist() == [[1, 2, 4, 0], [3, 5, 6, 0]]
-    assert int(state.free_pages) == 6
+    assert int(state.available_pages) == 6
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_the_youngest_make_room(slots, num_pages, victims):
     state = picture(*slots, num_pages=max(num_pages, 10))
     if num_pages < 10:
         state = replace(state, refcount=state.refcount.at[num_pages + 1 :].set(1))
-    free = int(state.free_pages)
+    free = int(state.available_pages)
     after = preempt(state, 64)
     gone = [slot for slot in range(4) if state.slots.occupied[slot] and not after.slots.occupied[slot]]
     assert gone == victims
     assert int(after.record.preempted) == len(victims) == int(after.counters.preemptions)
     assert int(after.record.discarded) == sum(slots[v][2] for v in victims)
-    assert int(after.free_pages) == free + sum(-(-slots[v][2] // 4) for v in victims)
+    assert int(after.available_pages) == free + sum(-(-slots[v][2] // 4) for v in victims)
     for victim in victims:
         row = state.slots.request[victim]
         assert after.requests.status[row] == Status.WAITING
