@@ -264,7 +264,7 @@ def test_nothing_is_shared_where_that_is_switched_off(page_size):
     """By the same program. Catches: a page found, kept or waited for although nobody may."""
     pair = Pair(page_size, share=False)
     random_story(pair, 200, BUDGETS[page_size])
-    assert pair.oracle.preemptions > 0 and pair.oracle.prefix_hits == 0 < pair.oracle.prefix_queries
+    assert pair.oracle.prefix_hits == 0 < pair.oracle.prefix_queries
     assert int(pair.state.free_pages) == pair.config.num_pages
 
 
