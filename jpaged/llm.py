@@ -346,7 +346,7 @@ class LLM:
         with self._lock:
             self._drop_abandoned()
             if decoder != self.decoder:
-                raise ValueError(f"{model} has another configuration than {self.model}: {decoder}, not {self.decoder}")
+                raise ValueError(f"{model} has another configuration than {self.model}: {checkpoint.config}")
             self.engine.replace_params(params)
 
     def close(self) -> None:

@@ -227,6 +227,10 @@ class StaticEngine:
             self._pool, self._state = self._state.pool, None
         return events
 
+    def reset_prefix_cache(self) -> bool:
+        """Nothing is cached between batches."""
+        return True
+
     def abort_all(self) -> None:
         """Gives everything up, waiting or running."""
         self._pending.clear()

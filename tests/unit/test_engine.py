@@ -125,7 +125,7 @@ def test_a_static_batch_waits_for_its_longest():
 
 
 def test_no_mix_compiles_anything_after_warmup():
-    """JX-01: a limit that is no power of two, prompts of every length."""
+    """JX-01: a limit that is no power of two, prompts of every length, found computed and not."""
     decoder = ScriptDecoder(VOCAB)
     engine = make(decoder, max_model_len=61, num_pages=40)
     engine.warmup()
@@ -133,6 +133,14 @@ def test_no_mix_compiles_anything_after_warmup():
     for length in range(1, 61):
         engine.submit(request(f"r{length}", [length % 30] * length, replace(GREEDY, max_tokens=3)))
     drain(engine)
+    assert engine.stats().prefix_hits == 0
+    for reset in (False, True, False):
+        if reset:
+            assert engine.reset_prefix_cache()
+        for length in range(40, 61):
+            engine.submit(request(f"r{length}", [7] * length, replace(GREEDY, max_tokens=3)))
+        drain(engine)
+    assert engine.stats().prefix_hits > 0
     assert (engine.num_programs, decoder.traces.count) == (programs, traces)
 
 
