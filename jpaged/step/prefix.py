@@ -112,7 +112,7 @@ class Runs:
     def unbroken(self, good: jax.Array) -> jax.Array:
         """Whether an entry `[N]` is `good` and all before it in its run are."""
         never = jnp.iinfo(jnp.int32).max
-        first_bad = jnp.full(self.owners, never).at[self.owner].min(jnp.where(good, never, self.number))
+        first_bad = jnp.full(self.owners, never, jnp.int32).at[self.owner].min(jnp.where(good, never, self.number))
         return self.number < first_bad[self.owner]
 
 
