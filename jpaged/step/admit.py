@@ -75,6 +75,12 @@ def admit(state: EngineState, budget: int) -> EngineState:
         slots=slots,
         requests=replace(requests, status=requests.status.at[row].set(Status.RUNNING, mode="drop")),
         counters=replace(state.counters, prefix_queries=state.counters.prefix_queries + queries.astype(jnp.uint32)),
-        record=replace(state.record, admitted=jnp.sum(enters, dtype=jnp.int32), prefix_queries=queries),
+        record=replace(
+            state.record,
+            admitted=jnp.sum(enters, dtype=jnp.int32),
+            prefix_queries=queries,
+            prefix_hits=jnp.int32(0),
+            recovered=jnp.int32(0),
+        ),
     )
     return pin(state, found, slot)

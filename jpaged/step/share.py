@@ -1,9 +1,9 @@
 """Sharing pages between requests: looking for pages that are computed already, and offering those that are.
 
     admit    a request that comes in gets the pages that hold its first tokens
-    attach   so does one that runs and is at the end of a page: who came in with it may have computed the next
-    waits    meanwhile, of those who would compute the same page next, only the oldest does
+    waits    of those who would compute the same page next, only the oldest does
     enter    pages that the step has filled can be found from now on
+    attach   who runs and is at the end of a page gets the next ones, if others have just computed them
 
 A request that fills a page equal to one that can be found takes that one and gives its own back. So the pages that
 its table names are those that the index knows, and a page is in use whenever one that comes after it is.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.prefix import WAYS, find, places, spread
-from jpaged.step.state import EngineState, Finish, Requests
+from jpaged.step.state import EngineState, Finish, Requests, Status
 
 #: Pages that one lookup asks for at most, or one request's where that is more. Who is left over is looked up later.
 LOOKUP_PAGES = 2048
@@ -104,11 +104,10 @@ def attach(state: EngineState) -> EngineState:
     """Gives running requests at the end of a page those of their next pages that can be found."""
     slots, page_size = state.slots, state.pool.page_size
     page = slots.computed // page_size
-    at_end = slots.occupied & (slots.computed % page_size == 0)
+    runs = slots.occupied & (state.requests.status[slots.request] == Status.RUNNING)
+    at_end = runs & (slots.computed % page_size == 0)
     more = jnp.maximum(shareable(state.requests.known[slots.request], page_size) - page, 0)
     found = lookup(state, slots.request, page, jnp.where(at_end, more, 0), _page_before(state, page))
-    nothing = jnp.int32(0)
-    state = replace(state, record=replace(state.record, prefix_hits=nothing, recovered=nothing))
     return pin(state, found, jnp.arange(slots.num_slots, dtype=jnp.int32))
 
 
@@ -178,17 +177,21 @@ def enter(state: EngineState, most: int) -> EngineState:
     table = slots.page_table.at[jnp.where(known, slot, slots.num_slots), column].set(there, mode="drop")
     given_back, taken = (jnp.where(known, pages, state.refcount.shape[0]) for pages in (own, there))
     refcount = state.refcount.at[given_back].add(-1, mode="drop").at[taken].add(1, mode="drop")
-    in_use = refcount > 0
-    prefixes = replace(prefixes, last_used=jnp.where(in_use, state.counters.steps, prefixes.last_used))
     slots = replace(slots, page_table=table, entered=slots.entered.at[slot].add(settled.astype(jnp.int32)))
+    return replace(state, refcount=refcount, prefixes=prefixes, slots=slots)
+
+
+def book_pages(state: EngineState) -> EngineState:
+    """Books which pages are in use, when the step is over."""
+    in_use = state.refcount > 0
+    last_used = jnp.where(in_use, state.counters.steps, state.prefixes.last_used)
     # Pages of several tables are full, and what they hold is there once.
-    twice = page_size * jnp.sum(jnp.maximum(refcount - 1, 0), dtype=jnp.int32)
-    state = replace(state, refcount=refcount, prefixes=prefixes, slots=slots)
+    twice = state.pool.page_size * jnp.sum(jnp.maximum(state.refcount - 1, 0), dtype=jnp.int32)
     record = replace(
         state.record,
         # Counted from the tables, as every page that some table names.
         pages_in_use=jnp.sum(in_use, dtype=jnp.int32) - 1,
         pages_cached=state.cached_pages,
-        tokens_stored=jnp.sum(slots.computed, dtype=jnp.int32) - twice,
+        tokens_stored=jnp.sum(state.slots.computed, dtype=jnp.int32) - twice,
     )
-    return replace(state, record=record)
+    return replace(state, prefixes=replace(state.prefixes, last_used=last_used), record=record)

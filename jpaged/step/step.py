@@ -15,7 +15,7 @@ from jpaged.step.pack import pack
 from jpaged.step.prefix import token_hash
 from jpaged.step.sample import SampleInputs, sample
 from jpaged.step.schedule import grant, most_pages, schedule
-from jpaged.step.share import attach, enter
+from jpaged.step.share import attach, book_pages, enter
 from jpaged.step.state import NO_TOKEN, EngineState, Finish, Status, StepRecord
 
 
@@ -23,7 +23,6 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> E
     """One step of the engine: at most `budget` tokens (a static shape) are computed.
 
         evict     requests that ended give back slots and pages
-        attach    running requests take pages that others have computed since
         preempt   the youngest make room where pages run out
         admit     the head of the queue gets slots, and pages that hold its first tokens already
         schedule  tokens for each slot within the budget, and the pages they need
@@ -32,10 +31,11 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> E
         sample    a token for each request that has no more tokens to compute
         stop      what ended is marked FINISHED
         enter     pages that are full now can be found by others
+        attach    running requests take pages that others have computed
 
     What happened is in `state.record`. Pure: use it under `jax.jit`, with the state donated.
     """
-    state = preempt(attach(evict(state)), budget)
+    state = preempt(evict(state), budget)
     state = admit(state, budget)
     state, tokens = schedule(state, budget)
     batch, slot_of_row = pack(state, tokens, budget)
@@ -43,7 +43,7 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> E
     state = replace(state, pool=pool)
     token, logprob, healthy = sample(logits, _sample_inputs(state, batch, slot_of_row))
     state = _finish(state, tokens, slot_of_row, token, logprob, healthy, budget)
-    return enter(state, most_pages(state, budget))
+    return book_pages(attach(enter(state, most_pages(state, budget))))
 
 
 def run(
@@ -69,7 +69,7 @@ def demand(state: EngineState) -> jax.Array:
     """Tokens `[] int32` that the next step computes if no budget limits it: what running requests want, and those
     who would be admitted from the queue."""
     unlimited = state.requests.tokens.size
-    return jnp.sum(grant(admit(attach(state), unlimited), unlimited), dtype=jnp.int32)
+    return jnp.sum(grant(admit(state, unlimited), unlimited), dtype=jnp.int32)
 
 
 def _sample_inputs(state: EngineState, batch: StepBatch, slot_of_row: jax.Array) -> SampleInputs:
@@ -97,7 +97,7 @@ def _finish(
     healthy: jax.Array,
     budget: int,
 ) -> EngineState:
-    """Books what the step computed: new tokens, ends, counters, record. Its pages are booked by `enter`."""
+    """Books what the step computed: new tokens, ends, counters, record. Its pages are booked by `book_pages`."""
     slots, requests = state.slots, state.requests
     num_slots = slots.num_slots
 

@@ -102,7 +102,6 @@ def test_all_at_once_and_one_by_one(model):
     assert engine.stats().prefix_hits - found > sum(len(c["prompt_token_ids"]) - 17 for c in CASES)
     alone = Engine(*model, replace(CONFIG, enable_prefix_caching=False))
     assert_golden(run(alone, requests_of(CASES)))
-    assert_golden(run(alone, requests_of(CASES[:2])), CASES[:2])
     assert alone.stats().prefix_hits == alone.stats().cached_pages == 0
     assert engine.num_programs == programs, "a program was compiled after warm-up"
     assert engine.stats().in_use_pages == 0

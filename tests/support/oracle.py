@@ -1,7 +1,6 @@
 """The scheduler again, in lists and dicts: what `jpaged.step` says it does, written without an array.
 
 evict     what ended leaves its slot and row
-attach    who is at the end of a page gets the pages that hold its next tokens
 preempt   the largest number of oldest requests stays whose new pages nobody holds, or only those who go
 admit     in order of arrival, while there are slots, something of the budget, and pages; with the pages that hold
           its first tokens
@@ -10,6 +9,7 @@ schedule  one token each, oldest first, then the rest of the budget, oldest firs
           used longest ago, the deepest first
 sample    what the decoder prefers, unless it is banned
 enter     full pages can be found; of equal ones, one, and who has another gives it back
+attach    who runs and is at the end of a page gets the pages that hold its next tokens
 
 No hashes here: pages are found by what they and all before them hold.
 """
@@ -192,7 +192,8 @@ class OracleEngine:
             self.prefix_hits += tokens
 
     def attach(self, record: OracleRecord) -> None:
-        page_size, slots = self.config.page_size, [slot for slot in self.slots if slot]
+        page_size = self.config.page_size
+        slots = [slot for slot in self.slots if slot and slot.request.status == Status.RUNNING]
         asks = []
         for slot in slots:
             more = 0 if slot.computed % page_size else max(self.shareable(slot.request) - len(slot.pages), 0)
@@ -239,8 +240,6 @@ class OracleEngine:
                     if rooted:
                         self.found[prefix] = slot.pages[column]
                     slot.entered += 1
-        for page in self.in_use:
-            self.last_used[page] = self.steps
 
     # The step's parts
 
@@ -321,7 +320,6 @@ class OracleEngine:
             [0] * count, [0] * count, [False] * count, [0] * count, [Finish.NOT] * count, [0] * count
         )  # fmt: skip
         self.evict()
-        self.attach(record)
         record.preempted, record.discarded = self.preempt(budget)
         self.admit(budget, record)
         granted = self.within_pages(self.grant(budget))
@@ -346,6 +344,9 @@ class OracleEngine:
         self.computed_tokens += sum(record.scheduled)
         self.padded_tokens += budget - sum(record.scheduled)
         self.enter(most)
+        self.attach(record)
+        for page in self.in_use:
+            self.last_used[page] = self.steps
         record.running = len(self.running())
         record.waiting = len(self.waiting())
         record.pages_in_use = len(self.in_use)
@@ -395,6 +396,5 @@ class OracleEngine:
         other = deepcopy(self)
         unlimited = len(self.rows) * (self.config.max_model_len or 0)
         record = OracleRecord([], [], [], [], [], [])
-        other.attach(record)
         other.admit(unlimited, record)
         return sum(tokens for _, tokens in other.grant(unlimited))

@@ -42,25 +42,21 @@ def in_pool(driver: Driver, pages: list[int]) -> np.ndarray:
 
 
 def test_who_comes_in_together_shares_what_the_oldest_computes():
-    """Five requests with 48 tokens in common and a budget of 16: one computes, four find it page by page, nobody twice.
-    That none reads a page before it is computed shows in the tokens."""
+    """Five requests with 12 tokens in common: one computes them, four find them, nobody computes them twice. That none
+    reads a page before it is computed shows in the tokens."""
     driver = Driver(CONFIG, READER)
-    prompts = [[*STEM, i, i, i] for i in range(5)]
+    prompts = [[*STEM[:12], i, i, i] for i in range(5)]
     driver.submit(*(Ask(1 + i, tokens, len(tokens) + 6) for i, tokens in enumerate(prompts)))
-    computed = []
-    for step in range(3):
-        record = driver.step()
-        computed.append(record.scheduled.tolist())
-        running = int(record.running)
-        assert all(table(driver, slot) == table(driver, 0)[: 4 * step] for slot in range(1, running))
-    # The first leaves nothing of the budget for others to come in by, until it is done with the stem.
-    assert computed == [[16, 0, 0, 0, 0]] * 3
+    first = driver.step(64)
+    assert first.running == 5 and first.scheduled.tolist() == [15, 0, 0, 0, 0]
+    assert [table(driver, slot) for slot in range(1, 5)] == [table(driver, 0)[:3]] * 4
+    assert driver.step().scheduled.tolist() == [1, 3, 3, 3, 3]
     driver.until_done()
     counters = driver.state.counters
-    assert int(counters.computed_tokens) == 48 + 5 * (3 + 5)
-    assert [driver.got[1 + i].cached_tokens for i in range(5)] == [0, 48, 48, 48, 48]
+    assert int(counters.computed_tokens) == 12 + 5 * (3 + 5)
+    assert [driver.got[1 + i].cached_tokens for i in range(5)] == [0, 12, 12, 12, 12]
     assert [driver.got[1 + i].tokens for i in range(5)] == [alone(tokens, 6) for tokens in prompts]
-    assert (int(counters.prefix_queries), int(counters.prefix_hits)) == (5 * 51, 4 * 48)
+    assert (int(counters.prefix_queries), int(counters.prefix_hits)) == (5 * 15, 4 * 12)
 
 
 def test_who_waits_is_granted_nothing_and_goes_on_with_the_rest():
@@ -68,9 +64,10 @@ def test_who_waits_is_granted_nothing_and_goes_on_with_the_rest():
     driver = Driver(CONFIG, READER)
     driver.submit(Ask(1, STEM[:10], 20), Ask(2, STEM[:10], 20), Ask(3, [9] * 3, 20))
     first = driver.step()
-    assert first.admitted == 2 and first.scheduled.tolist() == [10, 0, 0, 0, 0]
+    assert first.admitted == 2 and first.scheduled.tolist() == [10, 0, 0, 0, 0] and first.prefix_hits == 8
+    assert first.pages_in_use == 3 and first.tokens_stored == 10
     second = driver.step()
-    assert second.scheduled.tolist() == [1, 2, 3, 0, 0] and second.prefix_hits == 8
+    assert second.scheduled.tolist() == [1, 2, 3, 0, 0] and second.prefix_hits == 0
     assert table(driver, 0)[:2] == table(driver, 1)[:2] and table(driver, 0)[2] != table(driver, 1)[2]
     got = driver.until_done()
     assert got[1].tokens == got[2].tokens == alone(STEM[:10], 10) and got[3].tokens == alone([9] * 3, 17)

@@ -295,7 +295,8 @@ def test_a_request_that_breaks_leaves_nothing_to_be_found():
     assert [one.cached for one in both] == [64, 64]
 
 
-def test_aborting_the_one_that_computes_lets_the_one_that_waits_go_on():
+def test_what_an_aborted_request_computed_is_found():
+    """And what it had not is computed by the next, who does not wait for it."""
     engine, tokens = make(), prompt(70, 150)
     for name in ("first", "second"):
         engine.submit(Request(name, tuple(tokens), GREEDY))
