@@ -32,6 +32,8 @@ class EngineConfig:
             times a power of two from 8 (8, 16, 24, 32, 48, 64, ...), up to `max_num_batched_tokens`.
         steps_per_burst: steps that one device call runs where no long prompt is waiting; None: 8 on a GPU, where a
             call costs more than a small step, and 1 on a CPU.
+        enable_prefix_caching: whether requests use full pages that others, or earlier ones, have computed. It
+            changes no token.
 
     Raises:
         ValueError: naming the field, the value given, and what is allowed.
@@ -49,6 +51,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     token_budgets: tuple[int, ...] | None = None
     steps_per_burst: int | None = None
+    enable_prefix_caching: bool = True
 
     def __post_init__(self):
         counts = (
@@ -63,6 +66,8 @@ class EngineConfig:
             raise ValueError(f"give num_pages ({self.num_pages}) or pool_bytes ({self.pool_bytes}), not both")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.token_budgets is not None:

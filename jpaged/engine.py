@@ -8,9 +8,10 @@ step would compute, with little padding. Any choice gives the same tokens.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -34,6 +35,8 @@ logger = logging.getLogger("jpaged")
 _SUBMIT_BATCH = 16
 #: Steps whose figures `Engine.history` keeps.
 _HISTORY = 100_000
+#: Cache salts that are known at a time, or as many as there are pages.
+_NAMESPACES = 1024
 
 FINISH_REASONS = {
     Finish.STOP: FinishReason.STOP,
@@ -66,6 +69,7 @@ class TokenEvent:
     logprob: float
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    num_cached_tokens: int = 0  # of the request's prompt, found computed
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,15 @@ class StepStats:
     budget: int  # tokens computed in all, padding included
     admitted: int
     preempted: int
+    pages_cached: int = 0  # pages that no table names and that can be found
+    prefix_hits: int = 0  # tokens of prompts that were found computed
 
 
 @dataclass(frozen=True)
 class EngineStats:
     """Totals since the engine was made, and how things stand. A row-step is one token position computed once; it is
-    wasted on padding, and on tokens that preemption made the engine compute again."""
+    wasted on padding, and on tokens that preemption made the engine compute again. Free, cached and in-use pages are
+    all pages. Of `prefix_queries` prompt tokens, each request's counted once, `prefix_hits` were found computed."""
 
     steps: int
     useful_row_steps: int
@@ -99,12 +106,21 @@ class EngineStats:
     waiting: int
     num_programs: int
     compile_seconds: float
+    cached_pages: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of prompt tokens that did not have to be computed."""
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
 
     def __str__(self) -> str:
         computed = self.useful_row_steps + self.wasted_row_steps
         share = self.wasted_row_steps / computed if computed else 0.0
         return (
-            f"{self.running} running, {self.waiting} waiting; pages: {self.in_use_pages} of {self.total_pages} in use; "
+            f"{self.running} running, {self.waiting} waiting; pages: {self.in_use_pages} of {self.total_pages} in use, "
+            f"{self.cached_pages} cached; {self.prefix_hit_rate:.0%} of prompt tokens found computed; "
             f"{self.steps} steps, {computed} row-steps of which {share:.0%} wasted, {self.preemptions} preemptions; "
             f"{self.num_programs} programs compiled in {self.compile_seconds:.1f} s"
         )
@@ -136,11 +152,17 @@ class Engine:
         self._pending: deque[int] = deque()  # uids that wait on the host
         self._on_device: set[int] = set()
         self._next_uid = 0
+        # By all that makes equal tokens mean different keys: a number, never used for anything else.
+        self._namespaces: OrderedDict[tuple[str | None, int], int] = OrderedDict()
+        self._new_namespace = itertools.count()
+        self.weight_version = 0
         self.compile_seconds = 0.0
         self.config, self.num_pages, self.max_model_len = self._resolve(config)
         self._reset()
         self.history: deque[StepStats] = deque(maxlen=_HISTORY)
-        self._totals = dict.fromkeys(("steps", "useful", "wasted", "preemptions"), 0)
+        self._totals = dict.fromkeys(
+            ("steps", "useful", "wasted", "preemptions", "prefix_queries", "prefix_hits"), 0
+        )  # fmt: skip
 
     # -- sizes
 
@@ -282,11 +304,22 @@ class Engine:
             for place in range(min(_SUBMIT_BATCH, len(self._pending), rows - len(self._on_device))):
                 uid = self._pending.popleft()
                 self._on_device.add(uid)
+                request = self._requests[uid]
                 fill_row(
-                    batch, place, uid, self._requests[uid], self.model_config,
-                    max_model_len=self.max_model_len, seed=int(self._seeds.integers(2**32)),
+                    batch, place, uid, request, self.model_config, max_model_len=self.max_model_len,
+                    seed=int(self._seeds.integers(2**32)), namespace=self._namespace(request.cache_salt),
                 )  # fmt: skip
             self._put(batch)
+
+    def _namespace(self, salt: str | None) -> int:
+        """The number of a salt with the weights of now. One that was not asked for in a long time gets another, so
+        that nothing is found for it, and the table does not grow."""
+        key = salt, self.weight_version
+        number = self._namespaces.pop(key, None)
+        self._namespaces[key] = next(self._new_namespace) if number is None else number
+        if len(self._namespaces) > max(_NAMESPACES, self.num_pages):
+            self._namespaces.popitem(last=False)
+        return self._namespaces[key]
 
     def _put(self, batch: Submission) -> None:
         self._state, self._demand = self._helper(_submit, batch)
@@ -356,16 +389,19 @@ class Engine:
         if finish != Finish.NOT:
             self._forget(uid)
         return TokenEvent(
-            request.request_id, token, float(record.logprob[slot]), FINISH_REASONS.get(finish), stop_reason
+            request.request_id, token, float(record.logprob[slot]), FINISH_REASONS.get(finish), stop_reason,
+            int(record.cached_tokens[slot]),
         )  # fmt: skip
 
     def _note(self, record: Any, budget: int) -> None:
         computed = int(record.scheduled.sum())
-        lost = int(record.discarded)  # by preemption: computed once in vain
+        lost = int(record.discarded) - int(record.recovered)  # by preemption: computed once in vain
         self._totals["steps"] += 1
         self._totals["useful"] += computed - lost
         self._totals["wasted"] += budget - computed + lost
         self._totals["preemptions"] += int(record.preempted)
+        self._totals["prefix_queries"] += int(record.prefix_queries)
+        self._totals["prefix_hits"] += int(record.prefix_hits)
         self.history.append(
             StepStats(
                 step=self._totals["steps"],
@@ -377,6 +413,8 @@ class Engine:
                 budget=budget,
                 admitted=int(record.admitted),
                 preempted=int(record.preempted),
+                pages_cached=int(record.pages_cached),
+                prefix_hits=int(record.prefix_hits),
             )
         )
 
@@ -387,7 +425,7 @@ class Engine:
     # -- requests out
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Gives requests up, waiting or running; their pages are free when this returns. Unknown ids are ignored:
+        """Gives requests up, waiting or running; nobody uses their pages when this returns. Unknown ids are ignored:
         a request may have ended a moment ago."""
         uids = {self._uids[name] for name in request_ids if name in self._uids}
         on_device = [uid for uid in uids if uid in self._on_device]
@@ -422,6 +460,38 @@ class Engine:
         self._pending.clear()
         self._on_device.clear()
 
+    # -- what pages hold
+
+    def reset_prefix_cache(self) -> bool:
+        """Makes all cached pages free. Returns False, and does nothing, while requests run: their pages are in use."""
+        if np.asarray(self._state.slots.occupied).any():
+            return False
+        prefixes = self._state.prefixes
+        nothing = jax.device_put(np.zeros(prefixes.findable.shape, bool), prefixes.findable.sharding)
+        self._state = replace(self._state, prefixes=replace(prefixes, findable=nothing))
+        return True
+
+    def replace_params(self, params: Any) -> None:
+        """Takes other weights of the same shapes. What was computed with the old ones is never found again.
+
+        Raises:
+            RuntimeError: while requests have not ended.
+            ValueError: for weights of another structure, shape or dtype. The old ones stay.
+        """
+        if self.has_work:
+            raise RuntimeError(f"weights cannot be replaced while {len(self._requests)} requests have not ended")
+
+        def fitted(path, was, now):
+            if (was.shape, was.dtype) != (now.shape, now.dtype):
+                raise ValueError(
+                    f"the new weight {jax.tree_util.keystr(path)} is {now.dtype}{now.shape}, not {was.dtype}{was.shape}"
+                )
+            return jax.device_put(now, was.sharding)
+
+        self._params = jax.tree_util.tree_map_with_path(fitted, self._params, params)
+        self.weight_version += 1
+        self.reset_prefix_cache()
+
     # -- a look inside
 
     @property
@@ -439,20 +509,23 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Totals, and pages as the reference counts on the device say."""
-        free, total = int(self._state.free_pages), self.num_pages
+        available, cached = int(self._state.available_pages), int(self._state.cached_pages)
         running = int(np.sum(np.asarray(self._state.slots.occupied)))
         return EngineStats(
             steps=self._totals["steps"],
             useful_row_steps=self._totals["useful"],
             wasted_row_steps=self._totals["wasted"],
             preemptions=self._totals["preemptions"],
-            total_pages=total,
-            free_pages=free,
-            in_use_pages=total - free,
+            total_pages=self.num_pages,
+            free_pages=available - cached,
+            in_use_pages=self.num_pages - available,
             running=running,
             waiting=len(self._requests) - running,
             num_programs=self.num_programs,
             compile_seconds=self.compile_seconds,
+            cached_pages=cached,
+            prefix_queries=self._totals["prefix_queries"],
+            prefix_hits=self._totals["prefix_hits"],
         )
 
     def close(self) -> None:

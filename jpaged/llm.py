@@ -107,7 +107,7 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`; one or a list of
-                them.
+                them. The last two may have a `"cache_salt"`: only prompts of the same salt share pages.
             sampling_params: one for all, or one for each prompt; None: `SamplingParams()`.
             use_tqdm: show a progress bar that counts prompts.
 
@@ -158,12 +158,13 @@ class LLM:
     def _requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
         if _is_one_prompt(prompts):
             prompts = [prompts]
-        texts, ids = [], []
+        texts, ids, salts = [], [], []
         for number, prompt in enumerate(prompts):
             text, tokens = self._tokenize(prompt, number)
             texts.append(text)
             ids.append(tokens)
-        return self._checked(texts, ids, sampling_params)
+            salts.append(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None)
+        return self._checked(texts, ids, salts, sampling_params)
 
     def _chat_requests(self, messages: Any, sampling_params: Any) -> list[Request]:
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
@@ -175,15 +176,15 @@ class LLM:
                 ids.append(self.tokenizer.apply_chat_template(conversation))
             except ValueError as error:
                 raise ValueError(f"conversation {number}: {error}") from error
-        return self._checked(texts, ids, sampling_params)
+        return self._checked(texts, ids, [None] * len(ids), sampling_params)
 
     def _tokenize(self, prompt: Any, number: int) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             known = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
-            if len(known) != 1 or len(prompt) != 1:
+            if len(known) != 1 or not prompt.keys() <= {known[0], "cache_salt"}:
                 raise ValueError(
-                    f"prompt {number} must have either 'prompt' or 'prompt_token_ids', and nothing else; it has "
-                    f"{sorted(prompt)}"
+                    f"prompt {number} must have either 'prompt' or 'prompt_token_ids', and nothing else but a "
+                    f"'cache_salt'; it has {sorted(prompt)}"
                 )
             prompt = prompt[known[0]]
         if isinstance(prompt, str):
@@ -197,7 +198,7 @@ class LLM:
                 return None, values
         raise ValueError(f"prompt {number} must be a text or a list of token ids, got {prompt!r:.80}")
 
-    def _checked(self, texts: list, ids: list, sampling_params: Any) -> list[Request]:
+    def _checked(self, texts: list, ids: list, salts: list, sampling_params: Any) -> list[Request]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(ids)
         else:
@@ -205,11 +206,11 @@ class LLM:
             if len(params) != len(ids):
                 raise ValueError(f"{len(ids)} prompts need as many SamplingParams (or one for all), got {len(params)}")
         requests = []
-        for number, (text, tokens, own) in enumerate(zip(texts, ids, params, strict=True)):
+        for number, (text, tokens, salt, own) in enumerate(zip(texts, ids, salts, params, strict=True)):
             if not isinstance(own, SamplingParams):
                 raise ValueError(f"prompt {number}: sampling parameters must be SamplingParams, got {own!r:.80}")
-            request = Request(str(next(self._ids)), tuple(tokens), own, text)
             try:
+                request = Request(str(next(self._ids)), tuple(tokens), own, text, salt)
                 self.engine.check(request)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
@@ -325,6 +326,29 @@ class LLM:
         """Totals since the start, and how pages stand."""
         return self.engine.stats()
 
+    def reset_prefix_cache(self) -> bool:
+        """Makes all cached pages free. Returns False, and does nothing, while requests run."""
+        with self._lock:
+            self._drop_abandoned()
+            return self.engine.reset_prefix_cache()
+
+    def update_weights(self, model: str | Path) -> None:
+        """Replaces the weights by those of another checkpoint of the same configuration. Nothing is compiled; what the
+        old ones computed is never found again.
+
+        Raises:
+            RuntimeError: while requests have not ended.
+            ValueError: for an unknown model, or one of another configuration.
+        """
+        checkpoint = load_checkpoint(resolve(model))
+        dtype = self.config.dtype
+        decoder, params = load_decoder(checkpoint.config, checkpoint.parameters(dtype), jnp.dtype(dtype))
+        with self._lock:
+            self._drop_abandoned()
+            if decoder != self.decoder:
+                raise ValueError(f"{model} has another configuration than {self.model}: {checkpoint.config}")
+            self.engine.replace_params(params)
+
     def close(self) -> None:
         """Frees the device's memory at once. Twice is harmless; any other use afterwards is a RuntimeError."""
         if self._engine is not None:
@@ -358,10 +382,12 @@ class _Continuation:
         self._text = IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
         self._completion = CompletionOutput(0, "", [], 0.0, [])
         self._metrics = RequestMetrics(arrival_s=time.monotonic())
+        self._cached_tokens = 0
 
     def add(self, events: list[TokenEvent]) -> StreamEvent:
         completion, delta, ids = self._completion, "", []
         for event in events:
+            self._cached_tokens = event.num_cached_tokens
             completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
             if event.token_id is None:
                 continue
@@ -387,6 +413,7 @@ class _Continuation:
             outputs=[completion],
             finished=finished,
             metrics=self._metrics,
+            num_cached_tokens=self._cached_tokens,
         )
         return StreamEvent(self.number, delta, tuple(ids), finished, output)
 

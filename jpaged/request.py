@@ -82,12 +82,18 @@ def _check(name, value, kind, allowed, words):
 
 @dataclass(frozen=True)
 class Request:
-    """A checked prompt on its way to the engine. `prompt_token_ids` is never empty."""
+    """A checked prompt on its way to the engine. `prompt_token_ids` is never empty. Only requests of the same
+    `cache_salt` share pages."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     prompt: str | None = None
+    cache_salt: str | None = None
+
+    def __post_init__(self):
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            raise ValueError(f"cache_salt must be a text that is not empty, or None; got {self.cache_salt!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,8 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its continuations, in the order of `index`."""
+    """A prompt and its continuations, in the order of `index`. `num_cached_tokens` of the prompt were not computed,
+    because they had been before."""
 
     request_id: str
     prompt: str | None
@@ -134,6 +141,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0
 
     def __repr__(self) -> str:
         first = self.outputs[0] if self.outputs else None

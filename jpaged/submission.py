@@ -35,7 +35,10 @@ def check_request(request: Request, model: ModelConfig, *, max_model_len: int, p
         raise ValueError(f"{count} stop tokens, the model's own included, are more than {MAX_STOP_TOKENS}")
 
 
-def fill_row(batch: Any, place: int, uid: int, request: Request, model: ModelConfig, *, max_model_len: int, seed: int):
+def fill_row(
+    batch: Any, place: int, uid: int, request: Request, model: ModelConfig, *, max_model_len: int, seed: int,
+    namespace: int,
+) -> None:  # fmt: skip
     """Writes `request` into row `place` of a `Submission` of numpy arrays. `seed` is used where it names none."""
     params, prompt = request.params, request.prompt_token_ids
     stops = stop_ids(request, model)
@@ -52,3 +55,4 @@ def fill_row(batch: Any, place: int, uid: int, request: Request, model: ModelCon
     batch.top_p[place] = params.top_p
     batch.min_p[place] = params.min_p
     batch.seed[place] = seed if params.seed is None else params.seed
+    batch.namespace[place] = namespace

@@ -200,7 +200,7 @@ class StaticEngine:
             self._running[place] = request
             fill_row(
                 rows, place, place, request, self.model_config, max_model_len=self.max_model_len,
-                seed=int(self._seeds.integers(2**32)),
+                seed=int(self._seeds.integers(2**32)), namespace=0,
             )  # fmt: skip
         self._chunks = -(-int(rows.prompt_len.max()) // CHUNK)
         self._chunk = self._step = 0
@@ -226,6 +226,10 @@ class StaticEngine:
         if not self._running:
             self._pool, self._state = self._state.pool, None
         return events
+
+    def reset_prefix_cache(self) -> bool:
+        """Nothing is cached between batches."""
+        return True
 
     def abort_all(self) -> None:
         """Gives everything up, waiting or running."""

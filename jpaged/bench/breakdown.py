@@ -148,6 +148,7 @@ def break_down(
     programs = {budget: parse_program(engine.program_text(budget)) for budget in sorted(set(budgets))}
     profiles = {budget: BudgetProfile() for budget in programs}
     unknown_s: Counter[str] = Counter()
+    engine.reset_prefix_cache()
     try:
         for request in workload.requests:
             with suppress(ValueError):  # refused, as it was when measured

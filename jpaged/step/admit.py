@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
+from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.schedule import pages_needed, wanted
+from jpaged.step.share import lookup, pin, shareable
 from jpaged.step.state import EngineState, Status
 
 _LAST = jnp.iinfo(jnp.int32).max
@@ -15,35 +17,47 @@ _LAST = jnp.iinfo(jnp.int32).max
 def admit(state: EngineState, budget: int) -> EngineState:
     """Gives slots to the requests at the head of the queue, in order, while there are slots, tokens and pages.
 
-    A request comes in only if something of the token budget is left for it, and if the pages of all its known
-    tokens are free beside what is spoken for:
+    What can be found of a request is looked up first, and is in its table in the same step: no page of it can be taken
+    in between. A request comes in only if something of the token budget is left for it, and if the pages of all its
+    known tokens are there beside what is spoken for:
 
-        free pages = those that the known tokens of running requests still need
-                   + one for each request that runs before it (the next page its decoding begins)
-                   + those of the requests admitted before it
-                   + its own
+        pages that nobody uses = those that the known tokens of running requests still need
+                               + one for each request that runs before it (the next page its decoding begins)
+                               + those of the requests admitted before it
+                               + its own, but for those found that somebody uses
 
     The second line keeps a request from being admitted only to be preempted within a page's worth of steps. With
-    nothing running, a request needs its own pages alone, so the head of the queue always gets in at last.
+    nothing running, a request needs its own pages alone, so the head of the queue always gets in at last. A page that
+    two find who come in together, and that nobody uses, counts for both, which is on the safe side.
     """
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
     num_slots, num_rows = slots.num_slots, requests.num_rows
     count = min(num_slots, num_rows)
 
     waiting = requests.status == Status.WAITING
-    queue = jnp.argsort(jnp.where(waiting, requests.arrival, _LAST), stable=True)[:count]
+    queue = jnp.argsort(jnp.where(waiting, requests.arrival, _LAST), stable=True)[:count].astype(jnp.int32)
     rank = jnp.arange(count, dtype=jnp.int32)
+    known = jnp.where(waiting[queue], requests.known[queue], 0)
+
+    nothing = jnp.zeros_like(queue)
+    pages_asked = jnp.maximum(shareable(known, page_size), 0)
+    found = lookup(state, queue, nothing, pages_asked, jnp.full_like(queue, SCRATCH_PAGE))
+    in_use = found.hit & (state.refcount[found.page] > 0)
+    hits, hits_in_use = (nothing.at[found.owner].add(hit.astype(jnp.int32)) for hit in (found.hit, in_use))
+    # Who did not fit in this lookup comes in after the next. The head fits always.
+    looked_up = jnp.cumsum(pages_asked, dtype=jnp.int32) <= found.page.shape[0]
 
     running = jnp.sum(slots.occupied, dtype=jnp.int32)
     want = wanted(state)
-    known = jnp.where(waiting[queue], requests.known[queue], 0)
-    tokens_before = jnp.sum(want, dtype=jnp.int32) + jnp.cumsum(known, dtype=jnp.int32) - known
+    more = known - hits * page_size
+    tokens_before = jnp.sum(want, dtype=jnp.int32) + jnp.cumsum(more, dtype=jnp.int32) - more
 
-    own = -(-known // page_size)
+    own = -(-known // page_size) - hits_in_use
     spoken_for = jnp.sum(pages_needed(state, want), dtype=jnp.int32)
     pages = spoken_for + running + rank + jnp.cumsum(own, dtype=jnp.int32)
 
-    fits = waiting[queue] & (rank < num_slots - running) & (tokens_before < budget) & (pages <= state.free_pages)
+    fits = waiting[queue] & looked_up & (rank < num_slots - running)
+    fits &= (tokens_before < budget) & (pages <= state.available_pages)
     # Strictly in order: nobody overtakes one who does not fit yet.
     enters = jnp.cumsum(~fits) == 0
 
@@ -53,11 +67,20 @@ def admit(state: EngineState, budget: int) -> EngineState:
     slots = replace(
         slots,
         occupied=slots.occupied.at[slot].set(True, mode="drop"),
-        request=slots.request.at[slot].set(queue.astype(jnp.int32), mode="drop"),
+        request=slots.request.at[slot].set(queue, mode="drop"),
     )
-    return replace(
+    queries = jnp.sum(jnp.where(enters & ~requests.preempted[queue], known, 0), dtype=jnp.int32)
+    state = replace(
         state,
         slots=slots,
         requests=replace(requests, status=requests.status.at[row].set(Status.RUNNING, mode="drop")),
-        record=replace(state.record, admitted=jnp.sum(enters, dtype=jnp.int32)),
+        counters=replace(state.counters, prefix_queries=state.counters.prefix_queries + queries.astype(jnp.uint32)),
+        record=replace(
+            state.record,
+            admitted=jnp.sum(enters, dtype=jnp.int32),
+            prefix_queries=queries,
+            prefix_hits=jnp.int32(0),
+            recovered=jnp.int32(0),
+        ),
     )
+    return pin(state, found, slot)

@@ -1,10 +1,13 @@
-"""The invariants of the engine, for tests and for people who drive the state by hand. Runs on the host."""
+"""The invariants of the engine, for tests and for people who drive the state by hand. Runs on the host, and checks what
+can be found of pages against what it says they hold, in other ways than the step does."""
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.prefix import root_hash, token_hash
 from jpaged.step.state import EngineState, Status
 
 
@@ -26,6 +29,8 @@ def violations(state: EngineState) -> list[str]:
             wrong.append(f"empty slot {slot} holds {num_pages[slot]} pages and {computed[slot]} tokens")
         if (table[slot, num_pages[slot] :] != SCRATCH_PAGE).any():
             wrong.append(f"slot {slot}: entries past its {num_pages[slot]} pages are not the scratch page")
+        if len(set(pages.tolist())) != len(pages):
+            wrong.append(f"slot {slot} names a page twice: {pages.tolist()}")
         if (pages == SCRATCH_PAGE).any() or (pages < 0).any() or (pages >= len(refcount)).any():
             wrong.append(f"slot {slot} names a page that is not a request's: {pages.tolist()}")
         if occupied[slot]:
@@ -49,4 +54,63 @@ def violations(state: EngineState) -> list[str]:
     live = np.isin(status, (Status.WAITING, Status.RUNNING))
     if (known[live] > np.asarray(requests.max_len)[live]).any():
         wrong.append("a live request is longer than its max_len")
+    return wrong + _violations_of_sharing(state)
+
+
+def _violations_of_sharing(state: EngineState) -> list[str]:
+    """The same for what is shared and cached."""
+    wrong: list[str] = []
+    prefixes, slots, requests = (
+        jax.tree.map(np.asarray, part) for part in (state.prefixes, state.slots, state.requests)
+    )
+    refcount, page_size = np.asarray(state.refcount), state.pool.page_size
+    findable, before = prefixes.findable, prefixes.before
+    if findable[SCRATCH_PAGE] or (findable.any() and not prefixes.enabled):
+        wrong.append("pages can be found that must not: the scratch page, or any where nothing is shared")
+    holds: dict[tuple, int] = {}
+    bits = len(prefixes.index).bit_length() - 1
+    place = np.arange(page_size, dtype=np.int32)
+    for page in np.flatnonzero(findable):
+        above, depth = before[page], prefixes.depth[page]
+        tokens = prefixes.tokens[page]
+        content = (int(prefixes.namespace[page]), int(above), *tokens.tolist())
+        if content in holds:
+            wrong.append(f"pages {holds[content]} and {page} can both be found for the same tokens")
+        holds[content] = int(page)
+        hash_ = token_hash(tokens, depth * page_size + place).sum(axis=0, dtype=np.uint32)
+        if above == SCRATCH_PAGE:
+            fits = depth == 0
+            hash_ = hash_ + root_hash(prefixes.namespace[page : page + 1])[0]
+        else:
+            fits = findable[above] and depth == prefixes.depth[above] + 1
+            fits = fits and prefixes.namespace[above] == prefixes.namespace[page]
+            fits = fits and refcount[above] >= refcount[page]
+            fits = fits and prefixes.last_used[above] >= prefixes.last_used[page]
+            hash_ = hash_ + prefixes.hash[above]
+        if not fits or (hash_ != prefixes.hash[page]).any():
+            wrong.append(f"page {page} of depth {depth} does not come after page {above}")
+        if page not in prefixes.index[prefixes.hash[page, 0] >> np.uint32(32 - bits)]:
+            wrong.append(f"page {page} can be found but is not in the index")
+    for slot in np.flatnonzero(slots.occupied):
+        row, entered = slots.request[slot], slots.entered[slot]
+        if entered > slots.computed[slot] // page_size:
+            wrong.append(f"slot {slot}: {entered} full pages entered of {slots.computed[slot]} tokens")
+        for column in range(slots.num_pages[slot]):
+            page = slots.page_table[slot, column]
+            tokens = requests.tokens[row, column * page_size : (column + 1) * page_size]
+            if column >= entered and (refcount[page] != 1 or findable[page]):
+                wrong.append(f"slot {slot}: page {page} is shared before it is computed and entered")
+            elif findable[page] and (
+                prefixes.tokens[page].tolist() != tokens.tolist()
+                or prefixes.namespace[page] != requests.namespace[row]
+                or before[page] != (slots.page_table[slot, column - 1] if column else SCRATCH_PAGE)
+            ):
+                wrong.append(f"slot {slot}: page {page} does not hold the request's page {column}")
+    for row in np.flatnonzero(np.isin(requests.status, (Status.WAITING, Status.RUNNING))):
+        tokens = requests.tokens[row, : requests.known[row]]
+        hashes = token_hash(tokens, np.arange(len(tokens))).cumsum(axis=0, dtype=np.uint32)
+        hashes = hashes + root_hash(requests.namespace[row : row + 1])
+        ends = np.minimum(np.arange(page_size, len(tokens) + page_size, page_size), len(tokens)) - 1
+        if (requests.prefix_hash[row, : len(ends)] != hashes[ends]).any():
+            wrong.append(f"the hashes of row {row} are not those of its tokens")
     return wrong

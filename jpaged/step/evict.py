@@ -14,7 +14,7 @@ from jpaged.step.state import EngineState, Status
 
 
 def clear_slots(state: EngineState, which: jax.Array) -> EngineState:
-    """Empties the slots of `which` `[S] bool` and gives their pages back."""
+    """Empties the slots of `which` `[S] bool` and gives their pages back. Those that can be found stay cached."""
     slots = state.slots
     return replace(
         state,
@@ -23,6 +23,7 @@ def clear_slots(state: EngineState, which: jax.Array) -> EngineState:
             slots,
             occupied=slots.occupied & ~which,
             computed=jnp.where(which, 0, slots.computed),
+            entered=jnp.where(which, 0, slots.entered),
             num_pages=jnp.where(which, 0, slots.num_pages),
             page_table=jnp.where(which[:, None], SCRATCH_PAGE, slots.page_table),
         ),
@@ -40,17 +41,17 @@ def evict(state: EngineState) -> EngineState:
 def preempt(state: EngineState, budget: int) -> EngineState:
     """Sends the youngest running requests back to the queue until the pages that the others need now are there.
 
-    If the oldest m requests stay, they need `sum(need[:m])` new pages and have the free ones and those of the rest.
-    The first grows with m and the second shrinks, so the largest m that fits is a count, not a search. The oldest
-    request alone always fits: no request is accepted whose pages exceed the pool.
+    If the oldest m requests stay, they need `sum(need[:m])` new pages and have those that nobody uses and those that
+    only the rest uses. The first grows with m and the second shrinks, so the largest m that fits is a count, not a
+    search. The oldest request alone always fits: no request is accepted whose pages exceed the pool.
     """
     slots, requests = state.slots, state.requests
     order = by_age(state)
-    occupied, held = slots.occupied[order], slots.num_pages[order]
+    occupied, held = slots.occupied[order], _held_by_none_older(state, order)[order]
     need = pages_needed(state, grant(state, budget))[order]
     needed = jnp.cumsum(need, dtype=jnp.int32)
     others = jnp.sum(held, dtype=jnp.int32) - jnp.cumsum(held, dtype=jnp.int32)
-    stays = occupied & (needed <= state.free_pages + others)
+    stays = occupied & (needed <= state.available_pages + others)
     victim = jnp.zeros_like(slots.occupied).at[order].set(occupied & ~stays)
     row = jnp.where(victim, slots.request, requests.num_rows)
     count = jnp.sum(victim, dtype=jnp.int32)
@@ -59,7 +60,22 @@ def preempt(state: EngineState, budget: int) -> EngineState:
     counters = replace(state.counters, preemptions=state.counters.preemptions + count.astype(jnp.uint32))
     return replace(
         state,
-        requests=replace(requests, status=requests.status.at[row].set(Status.WAITING, mode="drop")),
+        requests=replace(
+            requests,
+            status=requests.status.at[row].set(Status.WAITING, mode="drop"),
+            preempted=requests.preempted.at[row].set(True, mode="drop"),
+        ),
         counters=counters,
         record=replace(state.record, preempted=count, discarded=discarded),
     )
+
+
+def _held_by_none_older(state: EngineState, order: jax.Array) -> jax.Array:
+    """Pages `[S]` in each slot's table that are in no older request's: those that come back when it goes after all
+    who are younger. `order` `[S]` is that of age."""
+    slots = state.slots
+    named = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32) < slots.num_pages[:, None]
+    age = jnp.zeros_like(order).at[order].set(jnp.arange(slots.num_slots, dtype=order.dtype))
+    oldest = jnp.full(state.refcount.shape, slots.num_slots, order.dtype)
+    oldest = oldest.at[slots.page_table].min(jnp.where(named, age[:, None], slots.num_slots))
+    return jnp.sum(named & (oldest[slots.page_table] == age[:, None]), axis=1, dtype=jnp.int32)

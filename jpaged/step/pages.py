@@ -1,11 +1,11 @@
-"""Taking pages and giving them back. A page is free where its reference count is 0."""
+"""Taking pages and giving them back. Nobody uses a page whose reference count is 0."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.prefix import spread
 
 
 def release(refcount: jax.Array, page_table: jax.Array, num_pages: jax.Array, which: jax.Array) -> jax.Array:
@@ -17,27 +17,22 @@ def release(refcount: jax.Array, page_table: jax.Array, num_pages: jax.Array, wh
 
 
 def take(
-    refcount: jax.Array, page_table: jax.Array, num_pages: jax.Array, need: jax.Array, most: int
+    refcount: jax.Array, page_table: jax.Array, num_pages: jax.Array, need: jax.Array, pages: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Appends `need[s]` free pages to the table of each slot, lowest page first.
+    """Appends `need[s]` of `pages` to the table of each slot, slot after slot.
 
     Args:
-        refcount: `[P]`. There must be `sum(need)` free pages.
+        refcount: `[P]`.
         page_table, num_pages: `[S, M]` and `[S]`.
         need: `[S]` int32.
-        most: what `sum(need)` cannot exceed; a static shape.
+        pages: `[most]` int32, in the order in which they are taken; nobody may use the first `sum(need)` of them.
 
     Returns:
         The new `refcount`, `page_table` and `num_pages`.
     """
     slots = page_table.shape[0]
-    free = jnp.nonzero(refcount == 0, size=most, fill_value=SCRATCH_PAGE)[0].astype(jnp.int32)
-    end = jnp.cumsum(need, dtype=jnp.int32)
-    taken = jnp.arange(most, dtype=jnp.int32)
-    used = taken < end[-1]
-    # The i-th page goes to the slot whose share ends after i.
-    owner = jnp.minimum(jnp.sum(taken[:, None] >= end, axis=1, dtype=jnp.int32), slots - 1)
-    column = num_pages[owner] + taken - (end - need)[owner]
-    page_table = page_table.at[jnp.where(used, owner, slots), column].set(free, mode="drop")
-    refcount = refcount.at[jnp.where(used, free, refcount.shape[0])].add(1, mode="drop")
+    runs = spread(need, pages.shape[0])
+    column = num_pages[runs.owner] + runs.number
+    page_table = page_table.at[jnp.where(runs.used, runs.owner, slots), column].set(pages, mode="drop")
+    refcount = refcount.at[jnp.where(runs.used, pages, refcount.shape[0])].add(1, mode="drop")
     return refcount, page_table, num_pages + need

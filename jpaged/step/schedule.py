@@ -2,7 +2,8 @@
 
 One rule serves prefill, chunked prefill, decoding and resuming: a request wants `known - computed` tokens. First every
 running request gets one, oldest first, so that nobody's decoding waits for another's long prompt; then the rest of
-the budget is handed out, oldest first.
+the budget is handed out, oldest first. Only who is about to compute what an older request computes gets nothing: the
+next step finds it there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.step.pages import take
+from jpaged.step.prefix import forget, next_to_take
+from jpaged.step.share import waits
 from jpaged.step.state import EngineState
 
 _LAST = jnp.iinfo(jnp.int32).max
@@ -33,7 +36,7 @@ def wanted(state: EngineState) -> jax.Array:
 def grant(state: EngineState, budget: int) -> jax.Array:
     """Tokens `[S]` that each slot computes now; their sum is at most `budget`."""
     order = by_age(state)
-    want = wanted(state)[order]
+    want = jnp.where(waits(state), 0, wanted(state))[order]
     first = jnp.where(want > 0, jnp.clip(budget - jnp.cumsum(want > 0, dtype=jnp.int32) + 1, 0, 1), 0)
     rest = want - first
     left = budget - jnp.sum(first, dtype=jnp.int32)
@@ -47,14 +50,33 @@ def pages_needed(state: EngineState, tokens: jax.Array) -> jax.Array:
     return jnp.maximum(-(-(slots.computed + tokens) // page_size) - slots.num_pages, 0)
 
 
+def most_pages(state: EngineState, budget: int) -> int:
+    """How many pages a step of `budget` tokens can begin, and how many it can fill: a row may do so once more than its
+    tokens make pages."""
+    return min(min(budget, state.slots.num_slots) + budget // state.pool.page_size, state.pool.num_pages)
+
+
+def within_pages(state: EngineState, tokens: jax.Array) -> jax.Array:
+    """`tokens` `[S]`, cut where the pages for them are not there, the youngest first. Budget that a preempted request
+    left to an older one may be more than its pages."""
+    slots, page_size = state.slots, state.pool.page_size
+    order = by_age(state)
+    need = pages_needed(state, tokens)[order]
+    allowed = jnp.clip(state.available_pages - (jnp.cumsum(need, dtype=jnp.int32) - need), 0, need)
+    allowed = jnp.zeros_like(allowed).at[order].set(allowed)
+    return jnp.minimum(tokens, (slots.num_pages + allowed) * page_size - slots.computed)
+
+
 def schedule(state: EngineState, budget: int) -> tuple[EngineState, jax.Array]:
     """Grants tokens and takes the pages for them. Returns the state and tokens `[S]`."""
     slots = state.slots
-    tokens = grant(state, budget)
-    # Each row begins at most one page that its tokens do not fill.
-    most = min(min(budget, slots.num_slots) + budget // state.pool.page_size, state.pool.num_pages)
-    refcount, page_table, num_pages = take(
-        state.refcount, slots.page_table, slots.num_pages, pages_needed(state, tokens), most
+    tokens = within_pages(state, grant(state, budget))
+    pages = next_to_take(
+        state.prefixes, state.refcount, state.counters.steps, slots.page_table.shape[1], most_pages(state, budget)
     )
+    refcount, page_table, num_pages = take(
+        state.refcount, slots.page_table, slots.num_pages, pages_needed(state, tokens), pages
+    )
+    taken = (refcount > 0) & (state.refcount == 0)
     slots = replace(slots, page_table=page_table, num_pages=num_pages)
-    return replace(state, refcount=refcount, slots=slots), tokens
+    return replace(state, refcount=refcount, prefixes=forget(state.prefixes, taken), slots=slots), tokens

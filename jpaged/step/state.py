@@ -22,6 +22,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.pool import SCRATCH_PAGE, KVPool
 from jpaged.request import MAX_STOP_TOKENS
+from jpaged.step.prefix import Prefixes, prefix_hashes
 
 
 class Status(IntEnum):
@@ -66,6 +67,10 @@ class Requests:
     top_p: jax.Array  # [R] float32
     min_p: jax.Array  # [R] float32
     seed: jax.Array  # [R] uint32, with the position it makes the sampling key
+    namespace: jax.Array  # [R] int32, only requests of one namespace share pages
+    prefix_hash: jax.Array  # [R, M, 2] uint32, of all tokens up to the end of each page, or up to `known`
+    cached_tokens: jax.Array  # [R] int32, tokens of the prompt that it found computed; not those found when resumed
+    preempted: jax.Array  # [R] bool, whether it has ever lost its slot
 
     @property
     def num_rows(self) -> int:
@@ -80,6 +85,7 @@ class Slots:
     occupied: jax.Array  # [S] bool
     request: jax.Array  # [S] int32, row of Requests; meaningless where not occupied
     computed: jax.Array  # [S] int32, tokens whose keys and values are in the pool
+    entered: jax.Array  # [S] int32, full pages that were offered to others already; see `share.enter`
     num_pages: jax.Array  # [S] int32, pages in the table
     page_table: jax.Array  # [S, M] int32, page of each page_size tokens; SCRATCH_PAGE where unused
 
@@ -98,6 +104,8 @@ class Counters:
     computed_tokens: jax.Array  # [] uint32, token rows that computed a token of a request
     padded_tokens: jax.Array  # [] uint32, token rows that computed nothing
     preemptions: jax.Array  # [] uint32
+    prefix_queries: jax.Array  # [] uint32, tokens of the prompts that were admitted, each request once
+    prefix_hits: jax.Array  # [] uint32, those of them that were found computed
 
 
 @jax.tree_util.register_dataclass
@@ -111,21 +119,27 @@ class StepRecord:
     token: jax.Array  # [S] int32, the new token
     logprob: jax.Array  # [S] float32, log-probability the model gave it
     finish: jax.Array  # [S] int32, a Finish
+    cached_tokens: jax.Array  # [S] int32, as in Requests
     running: jax.Array  # [] slots occupied
     waiting: jax.Array  # [] requests in the queue
     admitted: jax.Array  # [] requests that got a slot
     preempted: jax.Array  # [] requests that lost theirs
     discarded: jax.Array  # [] tokens that they had computed and must compute again
+    recovered: jax.Array  # [] tokens that those who lost theirs before found computed, and must not
+    prefix_queries: jax.Array  # [] tokens of the prompts that were admitted, each request once
+    prefix_hits: jax.Array  # [] those of them, and of prompts admitted before, that were found computed
     pages_in_use: jax.Array  # [] pages in some table
-    tokens_stored: jax.Array  # [] tokens whose keys and values are in the pool
+    pages_cached: jax.Array  # [] pages in none that hold what can be found
+    tokens_stored: jax.Array  # [] tokens whose keys and values are in pages in use
 
     @classmethod
     def zeros(cls, slots: int) -> StepRecord:
         ints, scalar = jnp.zeros(slots, jnp.int32), jnp.int32(0)
         return cls(
             uid=ints, scheduled=ints, sampled=jnp.zeros(slots, bool), token=ints,
-            logprob=jnp.zeros(slots, jnp.float32), finish=ints, running=scalar, waiting=scalar, admitted=scalar,
-            preempted=scalar, discarded=scalar, pages_in_use=scalar, tokens_stored=scalar,
+            logprob=jnp.zeros(slots, jnp.float32), finish=ints, cached_tokens=ints, running=scalar, waiting=scalar,
+            admitted=scalar, preempted=scalar, discarded=scalar, recovered=scalar, prefix_queries=scalar,
+            prefix_hits=scalar, pages_in_use=scalar, pages_cached=scalar, tokens_stored=scalar,
         )  # fmt: skip
 
 
@@ -136,14 +150,26 @@ class EngineState:
 
     pool: KVPool
     refcount: jax.Array  # [P] int32, tables that name the page; the scratch page counts 1 of its own
+    prefixes: Prefixes
     slots: Slots
     requests: Requests
     counters: Counters
     record: StepRecord
 
     @property
-    def free_pages(self) -> jax.Array:
+    def available_pages(self) -> jax.Array:
+        """Pages that nobody uses, cached or free."""
         return jnp.sum(self.refcount == 0, dtype=jnp.int32)
+
+    @property
+    def cached_pages(self) -> jax.Array:
+        """Pages that nobody uses and that can be found."""
+        return jnp.sum((self.refcount == 0) & self.prefixes.findable, dtype=jnp.int32)
+
+    @property
+    def free_pages(self) -> jax.Array:
+        """Pages that nobody uses or finds."""
+        return self.available_pages - self.cached_pages
 
 
 def make_state(
@@ -172,7 +198,8 @@ def make_state(
         known=row_ints, prompt_len=row_ints, max_len=row_ints, min_len=row_ints,
         stop_ids=jnp.full((rows, MAX_STOP_TOKENS), NO_TOKEN, jnp.int32),
         temperature=jnp.zeros(rows, jnp.float32), top_k=row_ints, top_p=jnp.ones(rows, jnp.float32),
-        min_p=jnp.zeros(rows, jnp.float32), seed=jnp.zeros(rows, jnp.uint32),
+        min_p=jnp.zeros(rows, jnp.float32), seed=jnp.zeros(rows, jnp.uint32), namespace=row_ints,
+        prefix_hash=jnp.zeros((rows, pages, 2), jnp.uint32), cached_tokens=row_ints, preempted=jnp.zeros(rows, bool),
     )  # fmt: skip
     state = EngineState(
         pool=KVPool.zeros(
@@ -180,12 +207,17 @@ def make_state(
             head_dim=head_dim, dtype=dtype,
         ),
         refcount=jnp.zeros(1 + config.num_pages, jnp.int32).at[SCRATCH_PAGE].set(1),
+        prefixes=Prefixes.empty(config.num_pages, config.page_size, enabled=config.enable_prefix_caching),
         slots=Slots(
-            occupied=jnp.zeros(slots, bool), request=slot_ints, computed=slot_ints, num_pages=slot_ints,
+            occupied=jnp.zeros(slots, bool), request=slot_ints, computed=slot_ints, entered=slot_ints,
+            num_pages=slot_ints,
             page_table=jnp.full((slots, pages), SCRATCH_PAGE, jnp.int32),
         ),
         requests=requests,
-        counters=Counters(submitted=count, steps=count, computed_tokens=count, padded_tokens=count, preemptions=count),
+        counters=Counters(
+            submitted=count, steps=count, computed_tokens=count, padded_tokens=count, preemptions=count,
+            prefix_queries=count, prefix_hits=count,
+        ),
         record=StepRecord.zeros(slots),
     )  # fmt: skip
     # A donated state must not hold one buffer twice, and equal constants may share one.
@@ -210,6 +242,7 @@ class Submission:
     top_p: Any
     min_p: Any
     seed: Any
+    namespace: Any
 
     @classmethod
     def empty(cls, size: int, max_model_len: int) -> Submission:
@@ -220,6 +253,7 @@ class Submission:
             prompt_len=ints.copy(), max_len=ints.copy(), min_len=ints.copy(),
             stop_ids=np.full((size, MAX_STOP_TOKENS), NO_TOKEN, np.int32), temperature=floats.copy(),
             top_k=ints.copy(), top_p=np.ones(size, np.float32), min_p=floats.copy(), seed=np.zeros(size, np.uint32),
+            namespace=ints.copy(),
         )  # fmt: skip
 
 
@@ -238,9 +272,10 @@ def submit(state: EngineState, batch: Submission) -> EngineState:
         name: getattr(requests, name).at[row].set(getattr(batch, name), mode="drop")
         for name in (
             "uid", "tokens", "prompt_len", "max_len", "min_len", "stop_ids", "temperature", "top_k", "top_p",
-            "min_p", "seed",
+            "min_p", "seed", "namespace",
         )
     }  # fmt: skip
+    hashes = prefix_hashes(batch.tokens, batch.prompt_len, batch.namespace, state.pool.page_size)
     arrival = state.counters.submitted.astype(jnp.int32) + place
     requests = replace(
         requests,
@@ -248,6 +283,9 @@ def submit(state: EngineState, batch: Submission) -> EngineState:
         status=requests.status.at[row].set(Status.WAITING, mode="drop"),
         arrival=requests.arrival.at[row].set(arrival, mode="drop"),
         known=requests.known.at[row].set(batch.prompt_len, mode="drop"),
+        prefix_hash=requests.prefix_hash.at[row].set(hashes, mode="drop"),
+        cached_tokens=requests.cached_tokens.at[row].set(0, mode="drop"),
+        preempted=requests.preempted.at[row].set(False, mode="drop"),
     )
     submitted = state.counters.submitted + jnp.sum(batch.valid, dtype=jnp.uint32)
     return replace(state, requests=requests, counters=replace(state.counters, submitted=submitted))

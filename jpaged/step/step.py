@@ -12,21 +12,26 @@ from jpaged.pool import Decoder, StepBatch
 from jpaged.step.admit import admit
 from jpaged.step.evict import evict, preempt
 from jpaged.step.pack import pack
+from jpaged.step.prefix import token_hash
 from jpaged.step.sample import SampleInputs, sample
-from jpaged.step.schedule import grant, schedule
+from jpaged.step.schedule import grant, most_pages, schedule
+from jpaged.step.share import attach, book_pages, enter
 from jpaged.step.state import NO_TOKEN, EngineState, Finish, Status, StepRecord
 
 
 def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> EngineState:
     """One step of the engine: at most `budget` tokens (a static shape) are computed.
 
-        evict     requests that ended give back slots and pages; the youngest make room where pages run out
-        admit     the head of the queue gets slots
+        evict     requests that ended give back slots and pages
+        preempt   the youngest make room where pages run out
+        admit     the head of the queue gets slots, and pages that hold its first tokens already
         schedule  tokens for each slot within the budget, and the pages they need
         pack      one batch without gaps
         forward   the model computes it, writing keys and values into the pool
         sample    a token for each request that has no more tokens to compute
         stop      what ended is marked FINISHED
+        enter     pages that are full now can be found by others
+        attach    running requests take pages that others have computed
 
     What happened is in `state.record`. Pure: use it under `jax.jit`, with the state donated.
     """
@@ -37,7 +42,8 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> E
     logits, pool = decoder(params, state.pool, batch)
     state = replace(state, pool=pool)
     token, logprob, healthy = sample(logits, _sample_inputs(state, batch, slot_of_row))
-    return _finish(state, tokens, slot_of_row, token, logprob, healthy, budget)
+    state = _finish(state, tokens, slot_of_row, token, logprob, healthy, budget)
+    return book_pages(attach(enter(state, most_pages(state, budget))))
 
 
 def run(
@@ -91,7 +97,7 @@ def _finish(
     healthy: jax.Array,
     budget: int,
 ) -> EngineState:
-    """Books what the step computed: new tokens, ends, counters, record."""
+    """Books what the step computed: new tokens, ends, counters, record. Its pages are booked by `book_pages`."""
     slots, requests = state.slots, state.requests
     num_slots = slots.num_slots
 
@@ -107,12 +113,18 @@ def _finish(
     stops = sampled & jnp.any(requests.stop_ids[row] == token[:, None], axis=1)
     full = sampled & (known >= requests.max_len[row])
     finish = jnp.where(stops, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.NOT))
-    finish = jnp.where(due & ~healthy, Finish.ERROR, finish).astype(jnp.int32)
+    # Also in the middle of a prompt: what its pages hold now is of no use.
+    finish = jnp.where(slots.occupied & (tokens > 0) & ~healthy, Finish.ERROR, finish).astype(jnp.int32)
 
     new_row = jnp.where(sampled, row, requests.num_rows)
     end_row = jnp.where(finish != Finish.NOT, row, requests.num_rows)
+    # The page that the new token goes to, and the hash of what stands before it there.
+    page, offset = jnp.divmod(known - 1, state.pool.page_size)
+    hash_ = requests.prefix_hash[row, jnp.where(offset == 0, jnp.maximum(page - 1, 0), page)]
+    hash_ += token_hash(token, known - 1)
     requests = replace(
         requests,
+        prefix_hash=requests.prefix_hash.at[new_row, page].set(hash_, mode="drop"),
         tokens=requests.tokens.at[new_row, known - 1].set(token, mode="drop"),
         known=requests.known.at[new_row].set(known, mode="drop"),
         status=requests.status.at[end_row].set(Status.FINISHED, mode="drop"),
@@ -126,17 +138,15 @@ def _finish(
     )
     slots = replace(slots, computed=computed)
     record = replace(
-        state.record,  # what admission and preemption noted
+        state.record,  # what was noted on the way
         uid=jnp.where(slots.occupied, requests.uid[row], 0),
         scheduled=tokens,
         sampled=sampled,
         token=token,
         logprob=logprob,
         finish=finish,
+        cached_tokens=jnp.where(slots.occupied, requests.cached_tokens[row], 0),
         running=jnp.sum(slots.occupied, dtype=jnp.int32),
         waiting=jnp.sum(requests.status == Status.WAITING, dtype=jnp.int32),
-        # Counted from the tables, as every page that some table names.
-        pages_in_use=jnp.sum(state.refcount > 0, dtype=jnp.int32) - 1,
-        tokens_stored=jnp.sum(computed, dtype=jnp.int32),
     )
     return replace(state, slots=slots, requests=requests, counters=counters, record=record)

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 #: Okabe and Ito's colours, without the yellow that white paper swallows
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 FREE_COLOUR = "#FFFFFF"
+CACHED_COLOUR = "#DDDDDD"
 SCRATCH_COLOUR = "#999999"
 EDGE_COLOUR = "#444444"
 SHARED_HATCH = "///"
@@ -122,6 +123,7 @@ def draw_pages(
     page_table: Any,
     refcounts: Any,
     *,
+    findable: Any = (),
     labels: Sequence[str] | None = None,
     columns: int = 16,
     scratch: int = 0,
@@ -132,6 +134,9 @@ def draw_pages(
     Args:
         page_table: `[slots, max_pages]` page numbers in order, `scratch` where unused.
         refcounts: `[num_pages + 1]` how many tables name each page; shared pages (2 and more) are hatched.
+        findable: `[num_pages + 1]` bool, whether another request can find what the page holds
+            (`state.prefixes.findable`); where no table names such a page it is cached, and light grey. Left out:
+            nothing is cached.
         labels: names of the slots for the legend; by default `slot 0`, `slot 1`, ...
         columns: squares in a line.
         scratch: the page that padding is written to, drawn grey.
@@ -143,17 +148,22 @@ def draw_pages(
     counts = np.asarray(refcounts)
     if counts.ndim != 1 or counts.size < 1:
         raise ValueError(f"refcounts has one axis, [num_pages + 1]; got shape {counts.shape}")
+    cached = np.asarray(findable, bool) if len(findable) else np.zeros(counts.shape, bool)
+    if cached.shape != counts.shape:
+        raise ValueError(f"findable has shape {cached.shape}, refcounts {counts.shape}")
     if columns < 1:
         raise ValueError(f"columns must be at least 1, got {columns}")
     total = counts.size
     owners = page_owners(page_table, total - 1, scratch=scratch)
+    cached &= owners < 0
     lines = -(-total // columns)
     figure = Picture(figsize=(0.45 * columns + 2.2, 0.45 * lines + 0.9), layout="constrained")
     axes = figure.subplots()
     for page in range(total):
         line, column = divmod(page, columns)
         owner = int(owners[page])
-        colour = SCRATCH_COLOUR if page == scratch else FREE_COLOUR if owner < 0 else _colour(owner)
+        nobodys = CACHED_COLOUR if cached[page] else FREE_COLOUR
+        colour = SCRATCH_COLOUR if page == scratch else nobodys if owner < 0 else _colour(owner)
         hatch = SHARED_HATCH if counts[page] > 1 else None
         square = Rectangle((column, line), 0.92, 0.92, facecolor=colour, edgecolor=EDGE_COLOUR, hatch=hatch)
         axes.add_patch(square)
@@ -173,7 +183,9 @@ def draw_pages(
         name = labels[slot] if labels is not None else f"slot {slot}"
         label = f"{slot}: {name} ({int((owners == slot).sum())})"
         handles.append(Patch(facecolor=_colour(slot), edgecolor=EDGE_COLOUR, label=label))
-    free = int((owners < 0).sum()) - 1
+    free = int((owners < 0).sum()) - 1 - int(cached.sum())
+    if cached.any():
+        handles.append(Patch(facecolor=CACHED_COLOUR, edgecolor=EDGE_COLOUR, label=f"cached ({int(cached.sum())})"))
     handles.append(Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, label=f"free ({free})"))
     if (counts > 1).any():
         handles.append(Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, hatch=SHARED_HATCH, label="shared"))

@@ -90,20 +90,31 @@ def test_messages_and_texts_become_the_same_tokens_and_text():
 
 
 def test_all_at_once_and_one_by_one(model):
-    """One engine, both ways: neither neighbours nor what ran before change a token."""
+    """One engine, both ways: neither neighbours nor what ran before change a token, nor what it left to be found. And
+    where nothing is found: the same programs, the same tokens."""
     engine = Engine(*model, CONFIG)
     engine.warmup()
     programs = engine.num_programs
     assert_golden(run(engine, requests_of(CASES)))
+    found = engine.stats().prefix_hits
     for case in CASES:
         assert_golden(run(engine, requests_of([case])), [case])
+    assert engine.stats().prefix_hits - found > sum(len(c["prompt_token_ids"]) - 17 for c in CASES)
+    alone = Engine(*model, replace(CONFIG, enable_prefix_caching=False))
+    assert_golden(run(alone, requests_of(CASES)))
+    assert alone.stats().prefix_hits == alone.stats().cached_pages == 0
     assert engine.num_programs == programs, "a program was compiled after warm-up"
     assert engine.stats().in_use_pages == 0
 
 
 def test_in_reverse_with_pages_of_one_token_and_a_budget_of_16(model):
     config = replace(CONFIG, page_size=1, num_pages=6400, max_num_batched_tokens=16, token_budgets=(16,))
-    assert_golden(run(Engine(*model, config), requests_of(CASES[::-1])))
+    engine = Engine(*model, config)
+    assert_golden(run(engine, requests_of(CASES[::-1])))
+    # Again, and each finds all of its prompt and of its output but the last token of the prompt, which it computes.
+    before = engine.stats().prefix_hits
+    assert_golden(run(engine, requests_of(CASES)))
+    assert engine.stats().prefix_hits - before == sum(len(c["prompt_token_ids"]) - 1 for c in CASES)
 
 
 def test_preemption_and_bursts(model):

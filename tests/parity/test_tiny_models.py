@@ -170,7 +170,7 @@ def test_the_engine_generates_what_numpy_does(page_size, num_pages, slots, budge
             got = driver.until_done(budget)
             assert [got[uid].tokens for uid in sorted(got)] == solo()
             assert {g.finish for g in got.values()} == {Finish.LENGTH}
-            assert int(driver.state.free_pages) == num_pages
+            assert int(driver.state.available_pages) == num_pages
             preemptions += int(driver.state.counters.preemptions)
     assert preemptions > 0 or num_pages == 40
 
@@ -219,7 +219,7 @@ def test_a_model_that_turns_nan_fails_that_request_alone():
     got = driver.until_done(17)
     assert got[9].finish == Finish.ERROR and got[9].tokens == []
     assert {uid: got[uid].tokens for uid in prompts} == expected
-    assert int(driver.state.free_pages) == 31
+    assert int(driver.state.available_pages) == 31
 
 
 def test_a_residual_beyond_float16_is_an_error_and_not_a_run_of_zeros():

@@ -31,6 +31,7 @@ class Ask:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    namespace: int = 0
 
 
 def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = None) -> Submission:
@@ -42,18 +43,20 @@ def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = Non
         batch.tokens[index, : len(ask.prompt)] = ask.prompt
         batch.prompt_len[index] = len(ask.prompt)
         batch.stop_ids[index, : len(ask.stop_ids)] = ask.stop_ids
-        for name in ("uid", "max_len", "min_len", "temperature", "top_k", "top_p", "min_p", "seed"):
+        for name in ("uid", "max_len", "min_len", "temperature", "top_k", "top_p", "min_p", "seed", "namespace"):
             getattr(batch, name)[index] = getattr(ask, name)
     return batch
 
 
 @dataclass
 class Got:
-    """What one request got: ids, their log-probabilities, the step of each, and why it ended."""
+    """What one request got: ids, their log-probabilities, the step of each, how much of its prompt was computed
+    already, and why it ended."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
     finish: Finish = Finish.NOT
 
 
@@ -101,6 +104,7 @@ class Driver:
                 got.tokens.append(int(record.token[slot]))
                 got.logprobs.append(float(record.logprob[slot]))
                 got.steps.append(self.steps)
+            got.cached_tokens = int(record.cached_tokens[slot])
             got.finish = Finish(record.finish[slot])
         if self.check:
             assert violations(self.state) == []

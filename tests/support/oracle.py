@@ -1,18 +1,28 @@
 """The scheduler again, in lists and dicts: what `jpaged.step` says it does, written without an array.
 
 evict     what ended leaves its slot and row
-preempt   the largest number of oldest requests stays whose new pages are free, or held by those who go
-admit     in order of arrival, while there are slots, something of the budget, and pages
-schedule  one token each, oldest first, then the rest of the budget, oldest first; lowest free page first
+preempt   the largest number of oldest requests stays whose new pages nobody holds, or only those who go
+admit     in order of arrival, while there are slots, something of the budget, and pages; with the pages that hold
+          its first tokens
+schedule  one token each, oldest first, then the rest of the budget, oldest first; nothing for one who is about to
+          compute the page that an older one has to compute; pages that hold nothing first, lowest first, then those
+          used longest ago, the deepest first
 sample    what the decoder prefers, unless it is banned
+enter     full pages can be found; of equal ones, one, and who has another gives it back
+attach    who runs and is at the end of a page gets the pages that hold its next tokens
+
+No hashes here: pages are found by what they and all before them hold.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.step import Finish, Status
+from jpaged.step.share import LOOKUP_PAGES
 from support.stubs import HistoryDecoder
 
 
@@ -24,13 +34,18 @@ class OracleRequest:
     max_len: int
     min_len: int
     stop_ids: tuple[int, ...]
+    namespace: int = 0
     status: Status = Status.WAITING
+    cached_tokens: int = 0
+    preempted: bool = False
+    failed: bool = False
 
 
 @dataclass
 class OracleSlot:
     request: OracleRequest
     computed: int = 0
+    entered: int = 0
     pages: list[int] = field(default_factory=list)
 
     @property
@@ -47,25 +62,43 @@ class OracleRecord:
     sampled: list[bool]
     token: list[int]
     finish: list[int]
-    running: int
-    waiting: int
-    admitted: int
-    preempted: int
-    discarded: int
-    pages_in_use: int
-    tokens_stored: int
+    cached_tokens: list[int]
+    running: int = 0
+    waiting: int = 0
+    admitted: int = 0
+    preempted: int = 0
+    discarded: int = 0
+    recovered: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    pages_in_use: int = 0
+    pages_cached: int = 0
+    tokens_stored: int = 0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a page holds that can be found: its request's tokens from the first to the end of the page."""
+
+    namespace: int
+    tokens: tuple[int, ...]
 
 
 class OracleEngine:
-    """An engine of `config` over a `HistoryDecoder`."""
+    """An engine of `config` over a `HistoryDecoder`. `lookup_pages` is `share.LOOKUP_PAGES`."""
 
-    def __init__(self, config: EngineConfig, decoder: HistoryDecoder):
+    def __init__(self, config: EngineConfig, decoder: HistoryDecoder, lookup_pages: int = LOOKUP_PAGES):
         assert config.num_pages is not None
         self.config, self.decoder = config, decoder
         self.rows: list[OracleRequest | None] = [None] * (config.max_num_seqs + config.max_queue)
         self.slots: list[OracleSlot | None] = [None] * config.max_num_seqs
-        self.free = set(range(1, config.num_pages + 1))
+        self.all_pages = range(1, config.num_pages + 1)
+        self.found: dict[Identity, int] = {}
+        self.last_used = dict.fromkeys(self.all_pages, 0)
+        self.lookup_pages = max(config.max_pages_per_seq, lookup_pages)
         self.submitted = self.steps = self.computed_tokens = self.padded_tokens = self.preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0
+        self.seen: Counter[str] = Counter()  # how often what is rare has happened
 
     # The host's part
 
@@ -73,9 +106,11 @@ class OracleEngine:
     def free_rows(self) -> int:
         return sum(row is None for row in self.rows)
 
-    def submit(self, uid, prompt, *, max_len, min_len=0, stop_ids=()) -> None:
+    def submit(self, uid, prompt, *, max_len, min_len=0, stop_ids=(), namespace=0) -> None:
         row = self.rows.index(None)
-        self.rows[row] = OracleRequest(uid, self.submitted, list(prompt), max_len, min_len, tuple(stop_ids))
+        self.rows[row] = OracleRequest(
+            uid, self.submitted, list(prompt), max_len, min_len, tuple(stop_ids), namespace
+        )  # fmt: skip
         self.submitted += 1
 
     def abort(self, uid: int) -> None:
@@ -99,11 +134,122 @@ class OracleEngine:
     def new_pages(self, slot: OracleSlot, tokens: int) -> int:
         return max(self.pages_of(slot.computed + tokens) - len(slot.pages), 0)
 
+    # Pages
+
+    @property
+    def in_use(self) -> set[int]:
+        return {page for slot in self.slots if slot for page in slot.pages}
+
+    @property
+    def cached(self) -> set[int]:
+        return set(self.found.values()) - self.in_use
+
+    @property
+    def available(self) -> list[int]:
+        """Pages that nobody uses, in the order in which they are handed out."""
+        identity = {page: identity for identity, page in self.found.items()}
+        unused = [page for page in self.all_pages if page not in self.in_use]
+        cached = [page for page in unused if page in identity]
+        cached.sort(key=lambda page: (self.last_used[page], -len(identity[page].tokens)))
+        return [page for page in unused if page not in identity] + cached
+
+    def prefix(self, request: OracleRequest, column: int) -> Identity:
+        return Identity(request.namespace, tuple(request.tokens[: (column + 1) * self.config.page_size]))
+
+    def shareable(self, request: OracleRequest) -> int:
+        return (len(request.tokens) - 1) // self.config.page_size if self.config.enable_prefix_caching else 0
+
+    def lookup(self, asks: list[tuple[OracleRequest, list[int], int]]) -> list[list[int]]:
+        """For each request, the pages it has, and how many more it asks for: those that are found."""
+        left, answers = self.lookup_pages, []
+        for request, pages, more in asks:
+            found: list[int] = []
+            for column in range(len(pages), len(pages) + min(more, left)):
+                page = self.found.get(self.prefix(request, column))
+                if page is None or (column and not found and not self.holds(pages[-1], request, column - 1)):
+                    break
+                found.append(page)
+            left -= min(more, left)
+            answers.append(found)
+        return answers
+
+    def holds(self, page: int, request: OracleRequest, column: int) -> bool:
+        return self.found.get(self.prefix(request, column)) == page
+
+    def pin(self, slot: OracleSlot, found: list[int], record: OracleRecord) -> None:
+        if not found:
+            return
+        request, tokens = slot.request, len(found) * self.config.page_size
+        slot.pages += found
+        slot.computed += tokens
+        slot.entered = len(slot.pages)
+        if request.preempted:
+            self.seen["recovered"] += tokens
+            record.recovered += tokens
+        else:
+            request.cached_tokens += tokens
+            record.prefix_hits += tokens
+            self.prefix_hits += tokens
+
+    def attach(self, record: OracleRecord) -> None:
+        page_size = self.config.page_size
+        slots = [slot for slot in self.slots if slot and slot.request.status == Status.RUNNING]
+        asks = []
+        for slot in slots:
+            more = 0 if slot.computed % page_size else max(self.shareable(slot.request) - len(slot.pages), 0)
+            asks.append((slot.request, slot.pages, more))
+        for slot, found in zip(slots, self.lookup(asks), strict=True):
+            self.pin(slot, found, record)
+            self.seen["attached"] += len(found)
+
+    def waits(self, slot: OracleSlot) -> bool:
+        page_size = self.config.page_size
+        column = slot.computed // page_size
+        if slot.computed % page_size or column >= self.shareable(slot.request):
+            return False
+        return any(
+            other.computed // page_size == column < len(other.request.tokens) // page_size
+            and self.prefix(other.request, column) == self.prefix(slot.request, column)
+            for other in self.running()
+            if other.request.arrival < slot.request.arrival
+        )
+
+    def enter(self, most: int) -> None:
+        page_size, new = self.config.page_size, set()
+        before = dict(self.found)
+        for slot in (slot for slot in self.slots if slot):
+            full = slot.computed // page_size if self.config.enable_prefix_caching else 0
+            if slot.request.failed:
+                continue
+            columns = range(slot.entered, min(full, slot.entered + most))
+            most -= len(columns)
+            meets, stuck = True, False
+            for column in columns:
+                prefix = self.prefix(slot.request, column)
+                rooted = column == 0 or self.holds(slot.pages[column - 1], slot.request, column - 1)
+                meets = meets and prefix in before and rooted
+                if meets:
+                    self.seen["given back"] += 1
+                    slot.pages[column] = before[prefix]
+                    slot.entered += 1
+                    continue
+                self.seen["filled twice in a step"] += prefix in new
+                stuck = stuck or prefix in new
+                new.add(prefix)
+                if not stuck:
+                    if rooted:
+                        self.found[prefix] = slot.pages[column]
+                    slot.entered += 1
+
+    # The step's parts
+
     def grant(self, budget: int) -> list[tuple[OracleSlot, int]]:
         running = self.running()
         granted = [0] * len(running)
         for index, slot in enumerate(running):
-            if slot.want > 0 and budget > 0:
+            waits = self.waits(slot)
+            self.seen["waited"] += waits
+            if slot.want > 0 and budget > 0 and not waits:
                 granted[index] = 1
                 budget -= 1
         for index, slot in enumerate(running):
@@ -114,8 +260,6 @@ class OracleEngine:
         return list(zip(running, granted, strict=True))
 
     def empty(self, slot: OracleSlot) -> None:
-        assert not self.free & set(slot.pages)
-        self.free |= set(slot.pages)
         self.slots[self.slots.index(slot)] = None
 
     def evict(self) -> None:
@@ -131,71 +275,107 @@ class OracleEngine:
         stays = len(granted)
         while stays:
             need = sum(self.new_pages(slot, tokens) for slot, tokens in granted[:stays])
-            if need <= len(self.free) + sum(len(slot.pages) for slot, _ in granted[stays:]):
+            if need <= len(self.all_pages) - len({page for slot, _ in granted[:stays] for page in slot.pages}):
                 break
             stays -= 1
         assert stays or not granted, "the oldest request alone must always fit"
         for slot, _ in granted[stays:]:
             self.empty(slot)
-            slot.request.status = Status.WAITING
+            slot.request.status, slot.request.preempted = Status.WAITING, True
         self.preemptions += len(granted) - stays
         return len(granted) - stays, sum(slot.computed for slot, _ in granted[stays:])
 
-    def admit(self, budget: int) -> int:
+    def admit(self, budget: int, record: OracleRecord) -> None:
         before = self.running()
         tokens = sum(slot.want for slot in before)
         spoken_for = sum(self.new_pages(slot, slot.want) for slot in before)
-        admitted = 0
-        for request in self.waiting():
-            own = self.pages_of(len(request.tokens))
-            ahead = len(before) + admitted  # each may soon begin a page
-            fits = None in self.slots and tokens < budget and spoken_for + ahead + own <= len(self.free)
-            if not fits:
+        in_use, asked = self.in_use, 0
+        queue = self.waiting()[: len(self.slots)]
+        answers = self.lookup([(request, [], self.shareable(request)) for request in queue])
+        entering = []
+        for request, found in zip(queue, answers, strict=True):
+            asked += self.shareable(request)
+            own = self.pages_of(len(request.tokens)) - len(set(found) & in_use)
+            ahead = len(before) + len(entering)  # each may soon begin a page
+            self.seen["left out of a lookup"] += asked > self.lookup_pages
+            fits = ahead < len(self.slots) and tokens < budget and asked <= self.lookup_pages
+            if not fits or spoken_for + ahead + own > len(self.all_pages) - len(in_use):
                 break
-            request.status = Status.RUNNING
-            self.slots[self.slots.index(None)] = OracleSlot(request)
-            tokens += len(request.tokens)
+            tokens += len(request.tokens) - len(found) * self.config.page_size
             spoken_for += own
-            admitted += 1
-        return admitted
+            entering.append((request, found))
+        for request, found in entering:
+            request.status = Status.RUNNING
+            slot = OracleSlot(request)
+            self.slots[self.slots.index(None)] = slot
+            if not request.preempted:
+                record.prefix_queries += len(request.tokens)
+                self.prefix_queries += len(request.tokens)
+            self.pin(slot, found, record)
+        record.admitted = len(entering)
 
     def step(self, budget: int) -> OracleRecord:
-        self.evict()
-        preempted, discarded = self.preempt(budget)
-        admitted = self.admit(budget)
-        granted = {id(slot): tokens for slot, tokens in self.grant(budget)}
         count = len(self.slots)
         record = OracleRecord(
-            [0] * count, [0] * count, [False] * count, [0] * count, [Finish.NOT] * count, running=0, waiting=0,
-            admitted=admitted, preempted=preempted, discarded=discarded, pages_in_use=0, tokens_stored=0,
+            [0] * count, [0] * count, [False] * count, [0] * count, [Finish.NOT] * count, [0] * count
         )  # fmt: skip
+        self.evict()
+        record.preempted, record.discarded = self.preempt(budget)
+        self.admit(budget, record)
+        granted = self.within_pages(self.grant(budget))
+        most = min(min(budget, count) + budget // self.config.page_size, len(self.all_pages))
         for index, slot in enumerate(self.slots):
             if slot is None:
                 continue
             tokens = granted[id(slot)]
             need = self.new_pages(slot, tokens)
-            assert need <= len(self.free), "pages were granted that are not there"
-            taken = sorted(self.free)[:need]
-            self.free -= set(taken)
+            taken = self.available[:need]
+            self.seen["evicted"] += len(self.cached.intersection(taken))
+            assert len(taken) == need, "pages were granted that are not there"
+            self.found = {identity: page for identity, page in self.found.items() if page not in taken}
             slot.pages += taken
             slot.computed += tokens
             record.uid[index] = slot.request.uid
             record.scheduled[index] = tokens
-            if tokens and slot.want == 0:
-                self.sample(slot.request, record, index)
+            record.cached_tokens[index] = slot.request.cached_tokens
+            if tokens:
+                self.sample(slot, record, index)
         self.steps += 1
         self.computed_tokens += sum(record.scheduled)
         self.padded_tokens += budget - sum(record.scheduled)
+        self.enter(most)
+        self.attach(record)
+        for page in self.in_use:
+            self.last_used[page] = self.steps
         record.running = len(self.running())
         record.waiting = len(self.waiting())
-        record.pages_in_use = sum(len(slot.pages) for slot in self.running())
-        record.tokens_stored = sum(slot.computed for slot in self.running())
+        record.pages_in_use = len(self.in_use)
+        record.pages_cached = len(self.cached)
+        fill = {
+            page: min(self.config.page_size, slot.computed - column * self.config.page_size)
+            for slot in self.running()
+            for column, page in enumerate(slot.pages)
+        }
+        record.tokens_stored = sum(fill.values())
         return record
 
-    def sample(self, request: OracleRequest, record: OracleRecord, index: int) -> None:
-        preferred = self.decoder.following(request.tokens)
+    def within_pages(self, granted: list[tuple[OracleSlot, int]]) -> dict[int, int]:
+        """By slot's id, the tokens whose pages are there, oldest first."""
+        left, tokens = len(self.available), {}
+        for slot, granted_tokens in granted:
+            pages = min(self.new_pages(slot, granted_tokens), left)
+            left -= pages
+            tokens[id(slot)] = min(granted_tokens, (len(slot.pages) + pages) * self.config.page_size - slot.computed)
+            self.seen["cut for want of pages"] += tokens[id(slot)] < granted_tokens
+        return tokens
+
+    def sample(self, slot: OracleSlot, record: OracleRecord, index: int) -> None:
+        request = slot.request
+        preferred = self.decoder.following(request.tokens[: slot.computed])
         if preferred is None:
-            finish = Finish.ERROR
+            finish, request.failed = Finish.ERROR, True
+        elif slot.want:
+            return
         else:
             banned = set(request.stop_ids) if len(request.tokens) < request.min_len else set()
             around = ((preferred + i) % self.decoder.vocab for i in range(self.decoder.vocab))
@@ -213,12 +393,8 @@ class OracleEngine:
 
     def demand(self) -> int:
         """Tokens that the next step computes if no budget limits it."""
-        before, slots = {id(r): r.status for r in self.rows if r}, list(self.slots)
+        other = deepcopy(self)
         unlimited = len(self.rows) * (self.config.max_model_len or 0)
-        self.admit(unlimited)
-        total = sum(tokens for _, tokens in self.grant(unlimited))
-        self.slots = slots
-        for row in self.rows:
-            if row:
-                row.status = before[id(row)]
-        return total
+        record = OracleRecord([], [], [], [], [], [])
+        other.admit(unlimited, record)
+        return sum(tokens for _, tokens in other.grant(unlimited))

@@ -227,6 +227,9 @@ class ScriptEngine:
     def program_text(self, budget):
         return HLO
 
+    def reset_prefix_cache(self):
+        return True
+
     def abort_all(self):
         self.aborted = True
 

@@ -125,7 +125,7 @@ def test_a_static_batch_waits_for_its_longest():
 
 
 def test_no_mix_compiles_anything_after_warmup():
-    """JX-01: a limit that is no power of two, prompts of every length."""
+    """JX-01: a limit that is no power of two, prompts of every length, found computed and not."""
     decoder = ScriptDecoder(VOCAB)
     engine = make(decoder, max_model_len=61, num_pages=40)
     engine.warmup()
@@ -133,12 +133,20 @@ def test_no_mix_compiles_anything_after_warmup():
     for length in range(1, 61):
         engine.submit(request(f"r{length}", [length % 30] * length, replace(GREEDY, max_tokens=3)))
     drain(engine)
+    assert engine.stats().prefix_hits == 0
+    for reset in (False, True, False):
+        if reset:
+            assert engine.reset_prefix_cache()
+        for length in range(40, 61):
+            engine.submit(request(f"r{length}", [7] * length, replace(GREEDY, max_tokens=3)))
+        drain(engine)
+    assert engine.stats().prefix_hits > 0
     assert (engine.num_programs, decoder.traces.count) == (programs, traces)
 
 
 def test_a_larger_program_is_run_before_a_further_one_is_compiled_unless_half_of_it_is_padding():
     """Each request generates one token, so that its one step is as large as its prompt."""
-    engine = make(token_budgets=(4, 8, 12, 16))
+    engine = make(token_budgets=(4, 8, 12, 16), enable_prefix_caching=False)  # the prompts begin alike
 
     def ran(length: int) -> tuple[int, int]:
         """The budget of the one step that such a prompt takes, and how many programs steps have had by then."""
@@ -231,7 +239,8 @@ def test_abort_in_any_state_gives_every_page_back(when):
         if one.request_id not in ("0", "3", "8"):
             assert found[one.request_id][-1] == alone(decoder, one.prompt_token_ids, 12)[-1]
     engine.abort_all()
-    assert engine.stats().free_pages == 24
+    stats = engine.stats()
+    assert stats.free_pages + stats.cached_pages == 24 and stats.in_use_pages == 0
 
 
 def test_a_row_of_nan_fails_alone():
@@ -268,7 +277,7 @@ def test_a_failing_device_call_loses_requests_and_not_the_engine(monkeypatch):
     assert not engine.has_work
     engine.submit(request("a", [1, 2]))
     assert drain(engine)["a"] == alone(READER, [1, 2], 8)
-    assert engine.stats().free_pages == 24
+    assert engine.stats().in_use_pages == 0
 
 
 def test_an_interrupt_leaves_an_engine_that_works(monkeypatch):
@@ -281,7 +290,7 @@ def test_an_interrupt_leaves_an_engine_that_works(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         engine.burst()
     monkeypatch.setattr(engine, "_read", read)
-    assert engine.stats().free_pages == 24 and not engine.has_work
+    assert engine.stats().in_use_pages == 0 and not engine.has_work
     engine.submit(request("a", [3]))
     assert drain(engine)["a"] == alone(READER, [3], 8)
 

@@ -26,12 +26,12 @@ CONFIG = EngineConfig(
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def write_model(path, template=None):
+def write_model(path, template=None, seed=5, **changes):
     """A random model that speaks bytes: ids 0, 1, 2 are special, byte b is 3 + b."""
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(seed)
     tables = {name: rng.normal(0, 1, (259, HIDDEN)).astype(np.float32) for name in ("embed", "head")}
     tensors = hf_tensors() | {"model.embed_tokens.weight": tables["embed"], "lm_head.weight": tables["head"]}
-    write_hf(path, hf_config(vocab_size=259), tensors)
+    write_hf(path, hf_config(vocab_size=259, **changes), tensors)
     write_tokenizer(path, byte_level_tokenizer(), template=template)
     return path
 
@@ -287,6 +287,63 @@ def test_a_cell_run_again_takes_no_more_memory(directory):
         llm.generate("Hello")
     del llm
     assert live() <= before * 1.01 + 4096
+
+
+def test_a_prompt_sent_again_is_found(llm):
+    """What was found is in the output and in the statistics, once a request; a salt of another finds nothing."""
+    assert llm.reset_prefix_cache()
+    before = llm.stats()
+    text = "The same prompt, sent several times."
+    first, second = (llm.generate(text, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    length = len(first.prompt_token_ids)
+    whole = (length - 1) // 8 * 8
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, whole)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert second.outputs[0].cumulative_logprob == pytest.approx(first.outputs[0].cumulative_logprob)
+    salted = [{"prompt": text, "cache_salt": "x"}, {"prompt_token_ids": first.prompt_token_ids, "cache_salt": "x"}]
+    found = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for prompt in salted]
+    assert found == [0, whole]
+    streamed = [event.output.num_cached_tokens for event in llm.stream(text, GREEDY)]
+    assert set(streamed) == {whole}
+    stats = llm.stats()
+    assert stats.prefix_queries - before.prefix_queries == 5 * length
+    assert stats.prefix_hits - before.prefix_hits == 3 * whole
+    assert stats.cached_pages > 0
+    assert stats.total_pages == stats.free_pages + stats.cached_pages + stats.in_use_pages
+    with pytest.raises(ValueError, match=r"prompt 1: cache_salt must be a text"):
+        llm.generate(["good", {"prompt": text, "cache_salt": ""}], GREEDY)
+
+
+def test_the_cache_is_not_reset_while_a_stream_is_open(llm):
+    stream = llm.stream("abc", replace(GREEDY, max_tokens=30))
+    next(stream)
+    assert not llm.reset_prefix_cache()
+    stream.close()
+    assert llm.reset_prefix_cache() and llm.stats().cached_pages == 0
+
+
+def test_updated_weights_are_those_of_the_other_checkpoint(directory, tmp_path):
+    """PC-02: nothing of the old weights is found, and the output is that of an engine that never had them."""
+    write_model(tmp_path / "other", seed=6)
+    write_model(tmp_path / "turned", seed=6, rope_theta=5000.0)
+    with LLM(directory, config=CONFIG) as llm, LLM(tmp_path / "other", config=CONFIG) as cold:
+        text = "a prompt of some pages"
+        old = llm.generate(text, GREEDY, use_tqdm=False)[0]
+        programs = llm.stats().num_programs
+        llm.update_weights(tmp_path / "other")
+        new, again = (llm.generate(text, GREEDY, use_tqdm=False)[0] for _ in range(2))
+        expected = cold.generate(text, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        assert old.outputs[0].token_ids != new.outputs[0].token_ids == again.outputs[0].token_ids == expected
+        assert new.num_cached_tokens == 0 < again.num_cached_tokens
+        assert llm.stats().num_programs == programs
+        with pytest.raises(ValueError, match="another configuration"):
+            llm.update_weights(tmp_path / "turned")
+        stream = llm.stream(text, GREEDY)
+        next(stream)
+        with pytest.raises(RuntimeError, match="have not ended"):
+            llm.update_weights(directory)
+        stream.close()
+        assert llm.generate(text, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
 def test_repr_and_stats_are_worth_reading(llm):

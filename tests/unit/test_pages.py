@@ -12,7 +12,14 @@ from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.pages import release, take
 
 SLOTS, COLUMNS, PAGES, MOST = 4, 5, 16, 12
-jit_take, jit_release = jax.jit(take, static_argnums=4), jax.jit(release)
+jit_release = jax.jit(release)
+
+
+@jax.jit
+def jit_take(refcount, table, held, need):
+    """The lowest free page first."""
+    free = jnp.nonzero(refcount == 0, size=MOST, fill_value=SCRATCH_PAGE)[0].astype(jnp.int32)
+    return take(refcount, table, held, need, free)
 
 
 def test_pages_are_appended_lowest_first_slot_after_slot():
@@ -21,20 +28,20 @@ def test_pages_are_appended_lowest_first_slot_after_slot():
     table = jnp.zeros((SLOTS, COLUMNS), jnp.int32).at[0, :2].set(jnp.array([5, 3])).at[2, 0].set(2)
     held = jnp.array([2, 0, 1, 0], jnp.int32)
     need = jnp.array([1, 0, 2, 3], jnp.int32)
-    refcount, table, held = jit_take(refcount, table, held, need, MOST)
+    refcount, table, held = jit_take(refcount, table, held, need)
     assert table.tolist() == [[5, 3, 1, 0, 0], [0, 0, 0, 0, 0], [2, 4, 6, 0, 0], [7, 8, 9, 0, 0]]
     assert held.tolist() == [3, 0, 3, 3]
     assert refcount.tolist() == [1] * 10 + [0] * 6
 
 
 def test_taking_nothing_and_taking_all():
-    """Catches: the fill value of a sized `nonzero` that becomes somebody's page."""
+    """Catches: a page of the list that nobody asked for, which becomes somebody's."""
     refcount = jnp.zeros(PAGES, jnp.int32).at[SCRATCH_PAGE].set(1)
     table, held = jnp.zeros((SLOTS, COLUMNS), jnp.int32), jnp.zeros(SLOTS, jnp.int32)
-    nothing = jit_take(refcount, table, held, jnp.zeros(SLOTS, jnp.int32), MOST)
+    nothing = jit_take(refcount, table, held, jnp.zeros(SLOTS, jnp.int32))
     jax.tree.map(np.testing.assert_array_equal, nothing, (refcount, table, held))
     need = jnp.array([5, 5, 2, 0], jnp.int32)
-    refcount, table, _ = jit_take(refcount, table, held, need, MOST)
+    refcount, table, _ = jit_take(refcount, table, held, need)
     assert refcount.tolist() == [1] * 13 + [0] * 3
     assert table.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 0, 0, 0], [0] * 5]
 
@@ -60,7 +67,7 @@ def test_taking_and_releasing_keeps_the_count(data):
         for count in np.asarray(held):
             need.append(data.draw(st.integers(0, min(left, COLUMNS - int(count)))))
             left -= need[-1]
-        refcount, table, held = jit_take(refcount, table, held, jnp.array(need, jnp.int32), MOST)
+        refcount, table, held = jit_take(refcount, table, held, jnp.array(need, jnp.int32))
         which = jnp.array(data.draw(st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)))
         refcount = jit_release(refcount, table, held, which)
         held = jnp.where(which, 0, held)

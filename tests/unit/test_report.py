@@ -53,6 +53,9 @@ class FakeEngine:
     def warmup(self):
         self.num_programs = 3
 
+    def reset_prefix_cache(self):
+        return True
+
     @property
     def has_work(self):
         return bool(self.running)

@@ -16,7 +16,7 @@ from jpaged.step import EngineState, Slots, Status, demand, make_state, submit
 from jpaged.step.admit import admit
 from jpaged.step.evict import preempt
 from jpaged.step.pack import pack
-from jpaged.step.schedule import grant, schedule
+from jpaged.step.schedule import grant, schedule, within_pages
 
 CONFIG = EngineConfig(
     page_size=4, num_pages=12, max_num_seqs=4, max_queue=4, max_num_batched_tokens=64, max_model_len=40
@@ -53,7 +53,7 @@ def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pag
             page += 1
     state = replace(
         state, requests=requests, counters=counters, refcount=jnp.asarray(refcount),
-        slots=Slots(*(jnp.asarray(a) for a in (occupied, request, computed, held, table))),
+        slots=Slots(*(jnp.asarray(a) for a in (occupied, request, computed, computed // 4, held, table))),
     )  # fmt: skip
     if waiting:
         state = submit(state, submission(config, [Ask(100 + i, [50 + i] * n, 40) for i, n in enumerate(waiting)]))
@@ -88,7 +88,7 @@ def test_scheduling_takes_the_lowest_free_pages_slot_by_slot():
     assert tokens.tolist() == [1, 9, 0, 0]
     assert state.slots.num_pages.tolist() == [3, 3, 0, 0]
     assert state.slots.page_table[:2, :4].tolist() == [[1, 2, 4, 0], [3, 5, 6, 0]]
-    assert int(state.free_pages) == 6
+    assert int(state.available_pages) == 6
 
 
 @pytest.mark.parametrize(
@@ -143,18 +143,59 @@ def test_the_youngest_make_room(slots, num_pages, victims):
     state = picture(*slots, num_pages=max(num_pages, 10))
     if num_pages < 10:
         state = replace(state, refcount=state.refcount.at[num_pages + 1 :].set(1))
-    free = int(state.free_pages)
+    free = int(state.available_pages)
     after = preempt(state, 64)
     gone = [slot for slot in range(4) if state.slots.occupied[slot] and not after.slots.occupied[slot]]
     assert gone == victims
     assert int(after.record.preempted) == len(victims) == int(after.counters.preemptions)
     assert int(after.record.discarded) == sum(slots[v][2] for v in victims)
-    assert int(after.free_pages) == free + sum(-(-slots[v][2] // 4) for v in victims)
+    assert int(after.available_pages) == free + sum(-(-slots[v][2] // 4) for v in victims)
     for victim in victims:
         row = state.slots.request[victim]
         assert after.requests.status[row] == Status.WAITING
         assert after.requests.arrival[row] == state.requests.arrival[row]  # it keeps its place
         assert after.slots.computed[victim] == 0 and after.slots.num_pages[victim] == 0
+
+
+def shared(state: EngineState, *pages: tuple[int, int, int]) -> EngineState:
+    """`state` with `(slot, column, page)` in its tables in place of what was there."""
+    table, refcount = state.slots.page_table, state.refcount
+    for slot, column, page in pages:
+        refcount = refcount.at[table[slot, column]].add(-1).at[page].add(1)
+        table = table.at[slot, column].set(page)
+    return replace(state, refcount=refcount, slots=replace(state.slots, page_table=table))
+
+
+@pytest.mark.parametrize(
+    ("sharing", "victims", "why"),
+    [
+        ((), [3], "the youngest gives its 2 pages"),
+        (((3, 0, 1), (3, 1, 2)), [2, 3], "its pages are the oldest's too: it gives none, and the next gives 2"),
+        (((3, 0, 5), (3, 1, 6)), [2, 3], "only with the next do 2 come back"),
+        (((3, 0, 5),), [3], "one of its 2 comes back, and that is enough"),
+    ],
+)
+def test_a_page_comes_back_with_the_last_who_holds_it(sharing, victims, why):
+    """Catches: a shared page counted for each, so that too few make room. Slots hold pages 1 and 2, 3 and 4, ..."""
+    state = shared(picture((0, 9, 8), (1, 8, 7), (2, 8, 7), (3, 8, 7), num_pages=12), *sharing)
+    nobodys = state.refcount == 0
+    state = replace(state, refcount=jnp.where(nobodys, 1, state.refcount))  # somebody holds all the rest
+    after = preempt(state, 64)
+    assert [s for s in range(4) if not after.slots.occupied[s]] == victims, why
+    assert int(after.available_pages) >= 1
+
+
+def test_tokens_are_cut_where_their_pages_are_not_there():
+    """Budget that a preempted request leaves to an older one could be more than the pages that came back. Catches: a
+    page in use that is handed out."""
+    state = picture((0, 40, 4), (1, 40, 4), EMPTY, EMPTY, num_pages=12)
+    state = replace(state, refcount=state.refcount.at[6:].set(1))  # 3 are left
+    tokens = jnp.array([9, 8, 0, 0], jnp.int32)
+    assert within_pages(state, tokens).tolist() == [9, 0, 0, 0]
+    assert within_pages(state, tokens // 2).tolist() == [4, 4, 0, 0]
+    assert within_pages(picture((1, 40, 4), (0, 40, 2), EMPTY, EMPTY), tokens).tolist() == [9, 8, 0, 0]
+    after, tokens = schedule(state, 17)
+    assert tokens.tolist() == [12, 0, 0, 0] and int(after.refcount.max()) == 1
 
 
 def test_packing_leaves_no_gap_and_padding_touches_nobody():

@@ -91,7 +91,7 @@ def test_a_broken_request_fails_alone_and_leaves_its_pages():
             tokens.append(token)
         assert len(got[uid].tokens) == 6 and got[uid].finish == Finish.LENGTH
     driver.step(16)
-    assert int(driver.state.free_pages) == 8
+    assert int(driver.state.available_pages) == 8
 
 
 def test_a_request_can_break_in_the_middle():
@@ -110,7 +110,7 @@ def test_a_lone_request_as_large_as_the_pool_ends():
     got = driver.until_done(limit=32 + 5)[1]
     assert len(got.tokens) == 31 and got.finish == Finish.LENGTH
     driver.step()
-    assert int(driver.state.free_pages) == 8
+    assert int(driver.state.available_pages) == 8
 
 
 def test_two_that_do_not_fit_together_both_end():

@@ -52,9 +52,21 @@ def test_the_grid_shows_each_page_once_with_its_owner(tmp_path):
     assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook asks for
 
 
+def test_cached_pages_look_like_neither_free_nor_used_ones():
+    findable = np.isin(np.arange(9), (1, 3, 8))  # the first is in use
+    figure = draw_pages(TABLE, REFCOUNTS, findable=findable, columns=4)
+    colours = [square.get_facecolor() for square in figure.axes[0].patches]
+    assert colours[3] == colours[8] and colours[4] == colours[7] == (1, 1, 1, 1)
+    assert colours[3] not in (colours[0], colours[1], colours[4], colours[5])
+    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert legend[-3:] == ["cached (2)", "free (2)", "shared"]
+
+
 def test_bad_shapes_of_the_grid_are_named():
     with pytest.raises(ValueError, match="refcounts has one axis"):
         draw_pages(TABLE, REFCOUNTS[None])
+    with pytest.raises(ValueError, match=r"findable has shape \(2,\), refcounts \(9,\)"):
+        draw_pages(TABLE, REFCOUNTS, findable=[True, False])
     with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
         draw_pages(TABLE, REFCOUNTS, columns=0)
 

@@ -1,0 +1,197 @@
+"""Sharing pages between requests: looking for pages that are computed already, and offering those that are.
+
+    admit    a request that comes in gets the pages that hold its first tokens
+    waits    of those who would compute the same page next, only the oldest does
+    enter    pages that the step has filled can be found from now on
+    attach   who runs and is at the end of a page gets the next ones, if others have just computed them
+
+A request that fills a page equal to one that can be found takes that one and gives its own back. So the pages that
+its table names are those that the index knows, and a page is in use whenever one that comes after it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.prefix import WAYS, find, places, spread
+from jpaged.step.state import EngineState, Finish, Requests, Status
+
+#: Pages that one lookup asks for at most, or one request's where that is more. Who is left over is looked up later.
+LOOKUP_PAGES = 2048
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a lookup found, entry after entry `[N]`."""
+
+    page: jax.Array  # int32, SCRATCH_PAGE: none
+    owner: jax.Array  # int32, which of those who asked
+    column: jax.Array  # int32, which page of its request
+
+    @property
+    def hit(self) -> jax.Array:
+        return self.page != SCRATCH_PAGE
+
+
+def shareable(known: jax.Array, page_size: int) -> jax.Array:
+    """Pages of a request that it may find computed: at least one of its tokens must be computed to sample the next."""
+    return (known - 1) // page_size
+
+
+def _page_tokens(requests: Requests, row: jax.Array, column: jax.Array, page_size: int) -> jax.Array:
+    place = column[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+    return requests.tokens[row[:, None], place]
+
+
+def lookup(state: EngineState, row: jax.Array, begin: jax.Array, count: jax.Array, before: jax.Array) -> Found:
+    """Looks for `count[k]` `[K]` pages of the requests `row[k]`, from their page `begin[k]` on, which comes after page
+    `before[k]` of the pool. Those that no longer fit in a lookup are not looked for."""
+    requests, page_size = state.requests, state.pool.page_size
+    columns = requests.prefix_hash.shape[1]
+    most = min(row.shape[0] * columns, max(columns, LOOKUP_PAGES))
+    runs = spread(jnp.where(state.prefixes.enabled, count, 0), most)
+    asks, column = row[runs.owner], begin[runs.owner] + runs.number
+    page = find(
+        state.prefixes,
+        runs,
+        requests.prefix_hash[asks, column],
+        _page_tokens(requests, asks, column, page_size),
+        requests.namespace[asks],
+        before[runs.owner],
+    )
+    return Found(page, runs.owner, column)
+
+
+def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
+    """Puts what was found into the tables: what the k-th of those who asked did, into that of slot `slot[k]` `[K]`; S
+    is nobody's."""
+    slots, requests, num_slots = state.slots, state.requests, state.slots.num_slots
+    slot = jnp.where(found.hit, slot[found.owner], num_slots)
+    pages = jnp.zeros(num_slots, jnp.int32).at[slot].add(1, mode="drop")
+    pinned = jnp.where(slot < num_slots, found.page, state.refcount.shape[0])
+    num_pages = slots.num_pages + pages
+    tokens = pages * state.pool.page_size
+    again = requests.preempted[slots.request]
+    first = jnp.where(again, 0, tokens)
+    # What a slot without a request names is meaningless, and so it gains nothing.
+    cached_tokens = requests.cached_tokens.at[slots.request].add(first)
+    hits = jnp.sum(first, dtype=jnp.int32)
+    return replace(
+        state,
+        refcount=state.refcount.at[pinned].add(1, mode="drop"),
+        slots=replace(
+            slots,
+            page_table=slots.page_table.at[slot, found.column].set(found.page, mode="drop"),
+            num_pages=num_pages,
+            computed=slots.computed + tokens,
+            entered=jnp.where(pages > 0, num_pages, slots.entered),
+        ),
+        requests=replace(requests, cached_tokens=cached_tokens),
+        counters=replace(state.counters, prefix_hits=state.counters.prefix_hits + hits.astype(jnp.uint32)),
+        record=replace(
+            state.record,
+            prefix_hits=state.record.prefix_hits + hits,
+            recovered=state.record.recovered + jnp.sum(tokens - first, dtype=jnp.int32),
+        ),
+    )
+
+
+def attach(state: EngineState) -> EngineState:
+    """Gives running requests at the end of a page those of their next pages that can be found."""
+    slots, page_size = state.slots, state.pool.page_size
+    page = slots.computed // page_size
+    runs = slots.occupied & (state.requests.status[slots.request] == Status.RUNNING)
+    at_end = runs & (slots.computed % page_size == 0)
+    more = jnp.maximum(shareable(state.requests.known[slots.request], page_size) - page, 0)
+    found = lookup(state, slots.request, page, jnp.where(at_end, more, 0), _page_before(state, page))
+    return pin(state, found, jnp.arange(slots.num_slots, dtype=jnp.int32))
+
+
+def _page_before(state: EngineState, column: jax.Array) -> jax.Array:
+    """The page `[S]` before that of `column` `[S]` in each table; SCRATCH_PAGE before the first."""
+    table = state.slots.page_table
+    page = jnp.take_along_axis(table, jnp.maximum(column - 1, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(column > 0, page, SCRATCH_PAGE)
+
+
+def waits(state: EngineState) -> jax.Array:
+    """Whether a slot `[S]` waits for a page: it is at the end of one, and an older request has to compute the very
+    page that is its next. The oldest of those waits for nobody, so that page will be there.
+
+    If the hash lies, a request waits for nothing, and computes its page when the other has gone on.
+    """
+    slots, requests, page_size = state.slots, state.requests, state.pool.page_size
+    row, page = slots.request, slots.computed // page_size
+    known, arrival = requests.known[row], requests.arrival[row]
+    hash_ = requests.prefix_hash[row, page]
+    computes = slots.occupied & (page < known // page_size)
+    could_find = slots.occupied & (page < shareable(known, page_size)) & (slots.computed % page_size == 0)
+    same = (page[:, None] == page) & jnp.all(hash_[:, None] == hash_, axis=-1)
+    older = arrival < arrival[:, None]
+    return state.prefixes.enabled & could_find & jnp.any(same & older & computes, axis=1)
+
+
+def enter(state: EngineState, most: int) -> EngineState:
+    """Lets others find the pages that the step has filled, at most `most` of them.
+
+    One that can be found already, under another number, is taken in place of the request's own. Of several equal ones
+    filled in one step the first is entered; the others meet it in the next step. What comes after a page that cannot
+    be found can neither, and a bucket may be full: such pages are not shared. Nor are those of a row whose logits were
+    not finite, as what they hold may not be.
+    """
+    slots, requests, prefixes, page_size = state.slots, state.requests, state.prefixes, state.pool.page_size
+    offers = prefixes.enabled & slots.occupied & (state.record.finish != Finish.ERROR)
+    runs = spread(jnp.where(offers, slots.computed // page_size - slots.entered, 0), most)
+    slot, first = runs.owner, runs.number == 0
+    column, row = slots.entered[slot] + runs.number, slots.request[slot]
+    own = slots.page_table[slot, column]
+    before = jnp.where(column > 0, slots.page_table[slot, jnp.maximum(column - 1, 0)], SCRATCH_PAGE)
+    hash_, namespace = requests.prefix_hash[row, column], requests.namespace[row]
+    tokens = _page_tokens(requests, row, column, page_size)
+
+    there = find(prefixes, runs, hash_, tokens, namespace, before)
+    known = there != SCRATCH_PAGE
+    new = runs.used & ~known
+    bucket, way, again = places(prefixes, hash_, new)
+    again &= new
+    rooted = ~first | (column == 0) | prefixes.findable[before]
+    entered = new & runs.unbroken(known | (new & ~again & rooted & (way < WAYS)))
+    settled = runs.used & runs.unbroken(~again)
+    before = jnp.where(first, before, jnp.roll(jnp.where(known, there, own), 1))
+
+    page = jnp.where(entered, own, state.refcount.shape[0])
+    prefixes = replace(
+        prefixes,
+        findable=prefixes.findable.at[page].set(True, mode="drop"),
+        tokens=prefixes.tokens.at[page].set(tokens, mode="drop"),
+        before=prefixes.before.at[page].set(before, mode="drop"),
+        namespace=prefixes.namespace.at[page].set(namespace, mode="drop"),
+        depth=prefixes.depth.at[page].set(column, mode="drop"),
+        hash=prefixes.hash.at[page].set(hash_, mode="drop"),
+        index=prefixes.index.at[jnp.where(entered, bucket, prefixes.index.shape[0]), way].set(own, mode="drop"),
+    )
+    table = slots.page_table.at[jnp.where(known, slot, slots.num_slots), column].set(there, mode="drop")
+    given_back, taken = (jnp.where(known, pages, state.refcount.shape[0]) for pages in (own, there))
+    refcount = state.refcount.at[given_back].add(-1, mode="drop").at[taken].add(1, mode="drop")
+    slots = replace(slots, page_table=table, entered=slots.entered.at[slot].add(settled.astype(jnp.int32)))
+    return replace(state, refcount=refcount, prefixes=prefixes, slots=slots)
+
+
+def book_pages(state: EngineState) -> EngineState:
+    """Books which pages are in use, when the step is over."""
+    in_use = state.refcount > 0
+    last_used = jnp.where(in_use, state.counters.steps, state.prefixes.last_used)
+    # Pages of several tables are full, and what they hold is there once.
+    twice = state.pool.page_size * jnp.sum(jnp.maximum(state.refcount - 1, 0), dtype=jnp.int32)
+    record = replace(
+        state.record,
+        # Counted from the tables, as every page that some table names.
+        pages_in_use=jnp.sum(in_use, dtype=jnp.int32) - 1,
+        pages_cached=state.cached_pages,
+        tokens_stored=jnp.sum(state.slots.computed, dtype=jnp.int32) - twice,
+    )
+    return replace(state, prefixes=replace(state.prefixes, last_used=last_used), record=record)
