@@ -8,6 +8,7 @@ step would compute, with little padding. Any choice gives the same tokens.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 import time
@@ -149,7 +150,7 @@ class Engine:
         self._helpers: dict[Any, Any] = {}
         self._uids: dict[str, int] = {}  # by request id, of requests that have not ended
         self._requests: dict[int, Request] = {}  # by uid
-        self._pending: deque[int] = deque()  # uids that wait on the host
+        self._pending: list[int] = []  # uids that wait on the host, by priority and then in order
         self._on_device: set[int] = set()
         self._next_uid = 0
         # By all that makes equal tokens mean different keys: a number, never used for anything else.
@@ -294,7 +295,7 @@ class Engine:
         self._next_uid += 1
         self._uids[request.request_id] = self._next_uid
         self._requests[self._next_uid] = request
-        self._pending.append(self._next_uid)
+        bisect.insort(self._pending, self._next_uid, key=lambda uid: (self._requests[uid].priority, uid))
 
     def _feed(self) -> None:
         """Moves requests from the host's queue into free rows of the state."""
@@ -302,7 +303,7 @@ class Engine:
         while self._pending and len(self._on_device) < rows:
             batch = Submission.empty(_SUBMIT_BATCH, self.max_model_len)
             for place in range(min(_SUBMIT_BATCH, len(self._pending), rows - len(self._on_device))):
-                uid = self._pending.popleft()
+                uid = self._pending.pop(0)
                 self._on_device.add(uid)
                 request = self._requests[uid]
                 fill_row(
@@ -365,7 +366,7 @@ class Engine:
         full = [u for u in self._pending if len(self._requests[u].prompt_token_ids) == self.max_model_len]
         if not full:
             return []
-        self._pending = deque(uid for uid in self._pending if uid not in set(full))
+        self._pending = [uid for uid in self._pending if uid not in set(full)]
         events = [TokenEvent(self._requests[uid].request_id, None, 0.0, FinishReason.LENGTH) for uid in full]
         for uid in full:
             self._forget(uid)
@@ -429,7 +430,7 @@ class Engine:
         a request may have ended a moment ago."""
         uids = {self._uids[name] for name in request_ids if name in self._uids}
         on_device = [uid for uid in uids if uid in self._on_device]
-        self._pending = deque(uid for uid in self._pending if uid not in uids)
+        self._pending = [uid for uid in self._pending if uid not in uids]
         for uid in uids:
             self._forget(uid)
         if on_device:

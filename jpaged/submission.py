@@ -56,3 +56,4 @@ def fill_row(
     batch.min_p[place] = params.min_p
     batch.seed[place] = seed if params.seed is None else params.seed
     batch.namespace[place] = namespace
+    batch.priority[place] = request.priority

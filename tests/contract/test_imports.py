@@ -22,6 +22,7 @@ LAYERS = [
     {"jpaged.models"},
     {"jpaged.quant", "jpaged.parallel"},
     {"jpaged.pool", "jpaged.config", "jpaged.request", "jpaged.startup", "jpaged.gguf_vocabulary"},
+    {"jpaged.policy"},
 ]
 #: `step` and `models` are siblings: neither knows the other.
 SIBLINGS = [{"jpaged.step", "jpaged.models"}]
