@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from tqdm import TqdmWarning
 
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine, EngineStats, TokenEvent
+from jpaged.engine import Engine
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import load_decoder
 from jpaged.models.loading import load_checkpoint, resolve
@@ -30,6 +30,7 @@ from jpaged.request import (
     RequestOutput,
     SamplingParams,
 )
+from jpaged.stats import EngineStats, TokenEvent
 from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
 
 with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain bar

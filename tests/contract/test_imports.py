@@ -21,6 +21,7 @@ LAYERS = [
     {"jpaged.step"},
     {"jpaged.models"},
     {"jpaged.quant", "jpaged.parallel"},
+    {"jpaged.stats"},
     {"jpaged.pool", "jpaged.config", "jpaged.request", "jpaged.startup", "jpaged.gguf_vocabulary"},
     {"jpaged.policy"},
 ]
