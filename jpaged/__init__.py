@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
-    from jpaged.engine import Engine, EngineStats
+    from jpaged.engine import Engine
     from jpaged.llm import LLM, StreamEvent
     from jpaged.request import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+    from jpaged.stats import EngineStats
     from jpaged.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -24,7 +25,7 @@ __version__ = "0.1.0"
 _HOME = {
     "EngineConfig": "config",
     "Engine": "engine",
-    "EngineStats": "engine",
+    "EngineStats": "stats",
     "LLM": "llm",
     "StreamEvent": "llm",
     "CompletionOutput": "request",

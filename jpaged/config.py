@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from jpaged.policy import Policy, by_priority
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -34,6 +36,8 @@ class EngineConfig:
             call costs more than a small step, and 1 on a CPU.
         enable_prefix_caching: whether requests use full pages that others, or earlier ones, have computed. It
             changes no token.
+        admission: who of the queue comes in first, a policy of `jpaged.policy` or one's own.
+        victim: who of those who run makes room last, and is served first; a policy as well.
 
     Raises:
         ValueError: naming the field, the value given, and what is allowed.
@@ -52,6 +56,8 @@ class EngineConfig:
     token_budgets: tuple[int, ...] | None = None
     steps_per_burst: int | None = None
     enable_prefix_caching: bool = True
+    admission: Policy = by_priority
+    victim: Policy = by_priority
 
     def __post_init__(self):
         counts = (
@@ -68,6 +74,9 @@ class EngineConfig:
             raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
+        for name in ("admission", "victim"):
+            if not callable(policy := getattr(self, name)):
+                raise ValueError(f"{name} must be a policy, a function as in jpaged.policy; got {policy!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.token_budgets is not None:
@@ -113,5 +122,6 @@ class EngineConfig:
         return -(-self.max_model_len // self.page_size)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        shown = ", ".join(f"{name}={getattr(v, '__name__', repr(v)) if callable(v) else repr(v)}" for name, v in values)
         return f"EngineConfig({shown})"

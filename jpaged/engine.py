@@ -8,12 +8,12 @@ step would compute, with little padding. Any choice gives the same tokens.
 
 from __future__ import annotations
 
-import itertools
+import bisect
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,9 @@ from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.pool import Decoder
 from jpaged.request import FinishReason, Request
+from jpaged.stats import EngineStats, StepStats, TokenEvent
 from jpaged.step import EngineState, Finish, Submission, abort, demand, evict, make_state, run, submit
-from jpaged.submission import check_request, fill_row
+from jpaged.submission import Namespaces, check_request, fill_row
 
 logger = logging.getLogger("jpaged")
 
@@ -60,72 +61,6 @@ def _abort(state: EngineState, uids: jax.Array) -> tuple[EngineState, jax.Array]
     return state, demand(state)
 
 
-@dataclass(frozen=True)
-class TokenEvent:
-    """A request got a token, or ended, or both. `token_id` is None where it ended without one."""
-
-    request_id: str
-    token_id: int | None
-    logprob: float
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    num_cached_tokens: int = 0  # of the request's prompt, found computed
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What one step did, measured on the device from the page tables."""
-
-    step: int
-    running: int  # requests that have a slot
-    waiting: int  # requests that have none, on the device and on the host
-    pages_in_use: int  # pages that some table names
-    tokens_in_pages: int  # tokens whose keys and values they hold
-    scheduled_tokens: int  # tokens computed for requests
-    budget: int  # tokens computed in all, padding included
-    admitted: int
-    preempted: int
-    pages_cached: int = 0  # pages that no table names and that can be found
-    prefix_hits: int = 0  # tokens of prompts that were found computed
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Totals since the engine was made, and how things stand. A row-step is one token position computed once; it is
-    wasted on padding, and on tokens that preemption made the engine compute again. Free, cached and in-use pages are
-    all pages. Of `prefix_queries` prompt tokens, each request's counted once, `prefix_hits` were found computed."""
-
-    steps: int
-    useful_row_steps: int
-    wasted_row_steps: int
-    preemptions: int
-    total_pages: int
-    free_pages: int
-    in_use_pages: int
-    running: int
-    waiting: int
-    num_programs: int
-    compile_seconds: float
-    cached_pages: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of prompt tokens that did not have to be computed."""
-        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
-
-    def __str__(self) -> str:
-        computed = self.useful_row_steps + self.wasted_row_steps
-        share = self.wasted_row_steps / computed if computed else 0.0
-        return (
-            f"{self.running} running, {self.waiting} waiting; pages: {self.in_use_pages} of {self.total_pages} in use, "
-            f"{self.cached_pages} cached; {self.prefix_hit_rate:.0%} of prompt tokens found computed; "
-            f"{self.steps} steps, {computed} row-steps of which {share:.0%} wasted, {self.preemptions} preemptions; "
-            f"{self.num_programs} programs compiled in {self.compile_seconds:.1f} s"
-        )
-
-
 class Engine:
     """Continuous batching over a paged KV cache.
 
@@ -149,12 +84,10 @@ class Engine:
         self._helpers: dict[Any, Any] = {}
         self._uids: dict[str, int] = {}  # by request id, of requests that have not ended
         self._requests: dict[int, Request] = {}  # by uid
-        self._pending: deque[int] = deque()  # uids that wait on the host
+        self._pending: list[int] = []  # uids that wait on the host, by priority and then in order
         self._on_device: set[int] = set()
         self._next_uid = 0
-        # By all that makes equal tokens mean different keys: a number, never used for anything else.
-        self._namespaces: OrderedDict[tuple[str | None, int], int] = OrderedDict()
-        self._new_namespace = itertools.count()
+        self._namespaces = Namespaces()
         self.weight_version = 0
         self.compile_seconds = 0.0
         self.config, self.num_pages, self.max_model_len = self._resolve(config)
@@ -294,7 +227,7 @@ class Engine:
         self._next_uid += 1
         self._uids[request.request_id] = self._next_uid
         self._requests[self._next_uid] = request
-        self._pending.append(self._next_uid)
+        bisect.insort(self._pending, self._next_uid, key=lambda uid: (self._requests[uid].priority, uid))
 
     def _feed(self) -> None:
         """Moves requests from the host's queue into free rows of the state."""
@@ -302,24 +235,17 @@ class Engine:
         while self._pending and len(self._on_device) < rows:
             batch = Submission.empty(_SUBMIT_BATCH, self.max_model_len)
             for place in range(min(_SUBMIT_BATCH, len(self._pending), rows - len(self._on_device))):
-                uid = self._pending.popleft()
+                uid = self._pending.pop(0)
                 self._on_device.add(uid)
                 request = self._requests[uid]
                 fill_row(
                     batch, place, uid, request, self.model_config, max_model_len=self.max_model_len,
-                    seed=int(self._seeds.integers(2**32)), namespace=self._namespace(request.cache_salt),
+                    seed=int(self._seeds.integers(2**32)),
+                    namespace=self._namespaces.number(
+                        request.cache_salt, self.weight_version, most=max(_NAMESPACES, self.num_pages)
+                    ),
                 )  # fmt: skip
             self._put(batch)
-
-    def _namespace(self, salt: str | None) -> int:
-        """The number of a salt with the weights of now. One that was not asked for in a long time gets another, so
-        that nothing is found for it, and the table does not grow."""
-        key = salt, self.weight_version
-        number = self._namespaces.pop(key, None)
-        self._namespaces[key] = next(self._new_namespace) if number is None else number
-        if len(self._namespaces) > max(_NAMESPACES, self.num_pages):
-            self._namespaces.popitem(last=False)
-        return self._namespaces[key]
 
     def _put(self, batch: Submission) -> None:
         self._state, self._demand = self._helper(_submit, batch)
@@ -365,7 +291,7 @@ class Engine:
         full = [u for u in self._pending if len(self._requests[u].prompt_token_ids) == self.max_model_len]
         if not full:
             return []
-        self._pending = deque(uid for uid in self._pending if uid not in set(full))
+        self._pending = [uid for uid in self._pending if uid not in set(full)]
         events = [TokenEvent(self._requests[uid].request_id, None, 0.0, FinishReason.LENGTH) for uid in full]
         for uid in full:
             self._forget(uid)
@@ -429,7 +355,7 @@ class Engine:
         a request may have ended a moment ago."""
         uids = {self._uids[name] for name in request_ids if name in self._uids}
         on_device = [uid for uid in uids if uid in self._on_device]
-        self._pending = deque(uid for uid in self._pending if uid not in uids)
+        self._pending = [uid for uid in self._pending if uid not in uids]
         for uid in uids:
             self._forget(uid)
         if on_device:

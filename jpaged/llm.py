@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from tqdm import TqdmWarning
 
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine, EngineStats, TokenEvent
+from jpaged.engine import Engine
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import load_decoder
 from jpaged.models.loading import load_checkpoint, resolve
@@ -30,6 +30,7 @@ from jpaged.request import (
     RequestOutput,
     SamplingParams,
 )
+from jpaged.stats import EngineStats, TokenEvent
 from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
 
 with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain bar
@@ -102,6 +103,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Continues prompts, all in one batch.
 
@@ -110,6 +112,7 @@ class LLM:
                 them. The last two may have a `"cache_salt"`: only prompts of the same salt share pages.
             sampling_params: one for all, or one for each prompt; None: `SamplingParams()`.
             use_tqdm: show a progress bar that counts prompts.
+            priority: one for all, or one for each prompt; who has the smaller comes in first, and makes room last.
 
         Returns:
             One output a prompt, in the order of the prompts.
@@ -117,7 +120,7 @@ class LLM:
         Raises:
             ValueError: for a prompt or parameters that can never run, naming the prompt; nothing has run then.
         """
-        return self._collect(self._requests(prompts, sampling_params), use_tqdm)
+        return self._collect(self._requests(prompts, sampling_params, priority), use_tqdm)
 
     def chat(
         self,
@@ -125,37 +128,42 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Answers conversations with the model's chat template.
 
         Args:
             messages: a conversation, a list of `{"role": ..., "content": ...}`; or a list of conversations.
-            sampling_params, use_tqdm: as in `generate`.
+            sampling_params, use_tqdm, priority: as in `generate`.
 
         Raises:
             ValueError: also where the model has no template, or the template refuses the conversation.
         """
-        return self._collect(self._chat_requests(messages, sampling_params), use_tqdm)
+        return self._collect(self._chat_requests(messages, sampling_params, priority), use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> Iterator[StreamEvent]:
         """Like `generate`, but yields each piece of text as it comes. Stopping early aborts what is left."""
-        return self._stream(self._requests(prompts, sampling_params))
+        return self._stream(self._requests(prompts, sampling_params, priority))
 
     def stream_chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> Iterator[StreamEvent]:
         """Like `chat`, but yields each piece of text as it comes. Stopping early aborts what is left."""
-        return self._stream(self._chat_requests(messages, sampling_params))
+        return self._stream(self._chat_requests(messages, sampling_params, priority))
 
     # -- from prompts to requests
 
-    def _requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
+    def _requests(self, prompts: Any, sampling_params: Any, priority: Any) -> list[Request]:
         if _is_one_prompt(prompts):
             prompts = [prompts]
         texts, ids, salts = [], [], []
@@ -164,9 +172,9 @@ class LLM:
             texts.append(text)
             ids.append(tokens)
             salts.append(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None)
-        return self._checked(texts, ids, salts, sampling_params)
+        return self._checked(texts, ids, salts, sampling_params, priority)
 
-    def _chat_requests(self, messages: Any, sampling_params: Any) -> list[Request]:
+    def _chat_requests(self, messages: Any, sampling_params: Any, priority: Any) -> list[Request]:
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = [messages] if one else list(messages)
         texts, ids = [], []
@@ -176,7 +184,7 @@ class LLM:
                 ids.append(self.tokenizer.apply_chat_template(conversation))
             except ValueError as error:
                 raise ValueError(f"conversation {number}: {error}") from error
-        return self._checked(texts, ids, [None] * len(ids), sampling_params)
+        return self._checked(texts, ids, [None] * len(ids), sampling_params, priority)
 
     def _tokenize(self, prompt: Any, number: int) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -198,19 +206,23 @@ class LLM:
                 return None, values
         raise ValueError(f"prompt {number} must be a text or a list of token ids, got {prompt!r:.80}")
 
-    def _checked(self, texts: list, ids: list, salts: list, sampling_params: Any) -> list[Request]:
+    def _checked(self, texts: list, ids: list, salts: list, sampling_params: Any, priority: Any) -> list[Request]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(ids)
         else:
             params = list(sampling_params)
             if len(params) != len(ids):
                 raise ValueError(f"{len(ids)} prompts need as many SamplingParams (or one for all), got {len(params)}")
+        priorities = [priority] * len(ids) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(ids):
+            raise ValueError(f"{len(ids)} prompts need as many priorities (or one for all), got {len(priorities)}")
         requests = []
-        for number, (text, tokens, salt, own) in enumerate(zip(texts, ids, salts, params, strict=True)):
+        each = zip(texts, ids, salts, params, priorities, strict=True)
+        for number, (text, tokens, salt, own, prior) in enumerate(each):
             if not isinstance(own, SamplingParams):
                 raise ValueError(f"prompt {number}: sampling parameters must be SamplingParams, got {own!r:.80}")
             try:
-                request = Request(str(next(self._ids)), tuple(tokens), own, text, salt)
+                request = Request(str(next(self._ids)), tuple(tokens), own, text, salt, prior)
                 self.engine.check(request)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error

@@ -90,10 +90,12 @@ class Request:
     params: SamplingParams
     prompt: str | None = None
     cache_salt: str | None = None
+    priority: int = 0
 
     def __post_init__(self):
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise ValueError(f"cache_salt must be a text that is not empty, or None; got {self.cache_salt!r:.80}")
+        _check("priority", self.priority, int, lambda v: -(2**31) <= v < 2**31, "an integer of 32 bits")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -56,3 +57,26 @@ def fill_row(
     batch.min_p[place] = params.min_p
     batch.seed[place] = seed if params.seed is None else params.seed
     batch.namespace[place] = namespace
+    batch.priority[place] = request.priority
+
+
+class Namespaces:
+    """Numbers for all that makes equal tokens mean different keys. Two have one number only if they are equal."""
+
+    def __init__(self):
+        self._numbers: OrderedDict[tuple[str | None, int], int] = OrderedDict()  # the last used is last
+        self._used = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(self, salt: str | None, weight_version: int, *, most: int) -> int:
+        """The number of a salt with some version of the weights. The last `most` are remembered: one that was not
+        asked for since gets another, so that nothing is found for it."""
+        key = salt, weight_version
+        number = self._numbers.pop(key, self._used)
+        self._used += number == self._used
+        self._numbers[key] = number
+        if len(self._numbers) > most:
+            self._numbers.popitem(last=False)
+        return number

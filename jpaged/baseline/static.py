@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.engine import FINISH_REASONS, EngineStats, StepStats, TokenEvent
+from jpaged.engine import FINISH_REASONS
 from jpaged.models.config import ModelConfig
 from jpaged.pool import Decoder, KVPool, StepBatch
 from jpaged.request import FinishReason, Request
+from jpaged.stats import EngineStats, StepStats, TokenEvent
 from jpaged.step import Finish, Submission
 from jpaged.step.sample import SampleInputs, sample
 from jpaged.step.state import NO_TOKEN

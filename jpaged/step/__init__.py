@@ -1,8 +1,8 @@
 """All traced control of the engine: pure functions of fixed shapes.
 
-    state = make_state(config, layers=..., kv_heads=..., head_dim=...)
-    state = submit(state, batch)
-    state = step(decoder, params, state, budget=16)
+state = make_state(config, layers=..., kv_heads=..., head_dim=...)
+state = submit(state, batch)
+state = step(decoder, params, state, budget=16)
 """
 
 from jpaged.step.check import violations

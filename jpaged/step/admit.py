@@ -7,15 +7,14 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.order import queue_order
 from jpaged.step.schedule import pages_needed, wanted
 from jpaged.step.share import lookup, pin, shareable
 from jpaged.step.state import EngineState, Status
 
-_LAST = jnp.iinfo(jnp.int32).max
-
 
 def admit(state: EngineState, budget: int) -> EngineState:
-    """Gives slots to the requests at the head of the queue, in order, while there are slots, tokens and pages.
+    """Gives slots to the requests at the head of `queue_order`, in order, while there are slots, tokens and pages.
 
     What can be found of a request is looked up first, and is in its table in the same step: no page of it can be taken
     in between. A request comes in only if something of the token budget is left for it, and if the pages of all its
@@ -35,7 +34,7 @@ def admit(state: EngineState, budget: int) -> EngineState:
     count = min(num_slots, num_rows)
 
     waiting = requests.status == Status.WAITING
-    queue = jnp.argsort(jnp.where(waiting, requests.arrival, _LAST), stable=True)[:count].astype(jnp.int32)
+    queue = queue_order(state)[:count]
     rank = jnp.arange(count, dtype=jnp.int32)
     known = jnp.where(waiting[queue], requests.known[queue], 0)
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.order import queue_order, running_order, standing
 from jpaged.step.pages import release
-from jpaged.step.schedule import by_age, grant, pages_needed
+from jpaged.step.schedule import grant, pages_needed, wanted
 from jpaged.step.state import EngineState, Status
 
 
@@ -39,20 +40,63 @@ def evict(state: EngineState) -> EngineState:
 
 
 def preempt(state: EngineState, budget: int) -> EngineState:
-    """Sends the youngest running requests back to the queue until the pages that the others need now are there.
+    """Sends running requests back to the queue, from the last in `running_order` on: until the pages that the others
+    need now are there, and then for the head of the queue, if it stands before them and comes in that way."""
+    nothing = jnp.int32(0)
+    state = replace(state, record=replace(state.record, preempted=nothing, discarded=nothing))
+    state = _send_back(state, _for_pages(state, budget))
+    return _send_back(state, _for_the_head(state, budget))
 
-    If the oldest m requests stay, they need `sum(need[:m])` new pages and have those that nobody uses and those that
-    only the rest uses. The first grows with m and the second shrinks, so the largest m that fits is a count, not a
-    search. The oldest request alone always fits: no request is accepted whose pages exceed the pool.
+
+def _for_pages(state: EngineState, budget: int) -> jax.Array:
+    """Those `[S] bool` whose pages the others need now.
+
+    If the first m requests stay, they need `sum(need[:m])` new pages and have those that nobody uses and those that
+    only the rest uses. The one grows with m and the other shrinks, so the largest m that fits is a count, not a
+    search. The first request alone always fits: no request is accepted whose pages exceed the pool.
     """
+    order = running_order(state)
+    occupied = state.slots.occupied[order]
+    needed = jnp.cumsum(pages_needed(state, grant(state, budget))[order], dtype=jnp.int32)
+    stays = occupied & (needed <= state.available_pages + _given_back(state, order))
+    return jnp.zeros_like(occupied).at[order].set(occupied & ~stays)
+
+
+def _for_the_head(state: EngineState, budget: int) -> jax.Array:
+    """Those `[S] bool` in whose place the head of the queue comes in, by the arithmetic of `admit`: as few as can be,
+    and nobody who does not stand behind it by the victim policy, whoever came first. Pages that it would find count as
+    its own, which is on the safe side."""
     slots, requests = state.slots, state.requests
-    order = by_age(state)
-    occupied, held = slots.occupied[order], _held_by_none_older(state, order)[order]
-    need = pages_needed(state, grant(state, budget))[order]
-    needed = jnp.cumsum(need, dtype=jnp.int32)
-    others = jnp.sum(held, dtype=jnp.int32) - jnp.cumsum(held, dtype=jnp.int32)
-    stays = occupied & (needed <= state.available_pages + others)
-    victim = jnp.zeros_like(slots.occupied).at[order].set(occupied & ~stays)
+    order = running_order(state)
+    occupied = slots.occupied[order]
+    head, rank = queue_order(state)[0], standing(state)
+    behind = occupied & (rank[slots.request[order]] > rank[head]) & (requests.status[head] == Status.WAITING)
+
+    want = wanted(state)
+    tokens = jnp.cumsum(want[order], dtype=jnp.int32)
+    spoken_for = jnp.cumsum(pages_needed(state, want)[order], dtype=jnp.int32)
+    own = -(-requests.known[head] // state.pool.page_size)
+    count = jnp.arange(1, slots.num_slots + 1, dtype=jnp.int32)
+
+    def comes_in(stay, tokens, spoken_for, given_back):
+        pages = spoken_for + stay + own
+        return (stay < slots.num_slots) & (tokens < budget) & (pages <= state.available_pages + given_back)
+
+    # fits[m]: with the first m and the head.
+    given_back = _given_back(state, order)
+    nobody = comes_in(0, 0, 0, jnp.sum(state.refcount > 0, dtype=jnp.int32) - 1)
+    fits = jnp.concatenate([nobody[None], comes_in(count, tokens, spoken_for, given_back)])
+    running = jnp.sum(occupied, dtype=jnp.int32)
+    least = running - jnp.sum(behind, dtype=jnp.int32)
+    m = jnp.arange(slots.num_slots + 1, dtype=jnp.int32)
+    stay = jnp.max(jnp.where(fits & (m >= least) & (m <= running), m, -1))
+    gone = occupied & (stay >= 0) & (count > stay)
+    return jnp.zeros_like(occupied).at[order].set(gone)
+
+
+def _send_back(state: EngineState, victim: jax.Array) -> EngineState:
+    """The requests in the slots of `victim` `[S] bool` wait again."""
+    slots, requests, record = state.slots, state.requests, state.record
     row = jnp.where(victim, slots.request, requests.num_rows)
     count = jnp.sum(victim, dtype=jnp.int32)
     discarded = jnp.sum(jnp.where(victim, slots.computed, 0), dtype=jnp.int32)
@@ -66,16 +110,22 @@ def preempt(state: EngineState, budget: int) -> EngineState:
             preempted=requests.preempted.at[row].set(True, mode="drop"),
         ),
         counters=counters,
-        record=replace(state.record, preempted=count, discarded=discarded),
+        record=replace(record, preempted=record.preempted + count, discarded=record.discarded + discarded),
     )
 
 
-def _held_by_none_older(state: EngineState, order: jax.Array) -> jax.Array:
-    """Pages `[S]` in each slot's table that are in no older request's: those that come back when it goes after all
-    who are younger. `order` `[S]` is that of age."""
+def _given_back(state: EngineState, order: jax.Array) -> jax.Array:
+    """Pages `[S]` that nobody uses any more if those after each one in `order` go."""
+    held = _held_by_none_before(state, order)[order]
+    return jnp.sum(held, dtype=jnp.int32) - jnp.cumsum(held, dtype=jnp.int32)
+
+
+def _held_by_none_before(state: EngineState, order: jax.Array) -> jax.Array:
+    """Pages `[S]` in each slot's table that are in none before it in `order` `[S]`: those that come back when it goes
+    after all who are behind it."""
     slots = state.slots
     named = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32) < slots.num_pages[:, None]
-    age = jnp.zeros_like(order).at[order].set(jnp.arange(slots.num_slots, dtype=order.dtype))
-    oldest = jnp.full(state.refcount.shape, slots.num_slots, order.dtype)
-    oldest = oldest.at[slots.page_table].min(jnp.where(named, age[:, None], slots.num_slots))
-    return jnp.sum(named & (oldest[slots.page_table] == age[:, None]), axis=1, dtype=jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(slots.num_slots, dtype=order.dtype))
+    first = jnp.full(state.refcount.shape, slots.num_slots, order.dtype)
+    first = first.at[slots.page_table].min(jnp.where(named, place[:, None], slots.num_slots))
+    return jnp.sum(named & (first[slots.page_table] == place[:, None]), axis=1, dtype=jnp.int32)

@@ -135,9 +135,9 @@ def _bucket(prefixes: Prefixes, hash_: jax.Array) -> jax.Array:
 
 
 def _live(prefixes: Prefixes, bucket: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Pages `[N, W]` in the buckets `[N]`, and whether they still belong there."""
+    """Pages `[..., W]` in the buckets `[...]`, and whether they still belong there."""
     pages = prefixes.index[bucket]
-    return pages, prefixes.findable[pages] & (_bucket(prefixes, prefixes.hash[pages]) == bucket[:, None])
+    return pages, prefixes.findable[pages] & (_bucket(prefixes, prefixes.hash[pages]) == bucket[..., None])
 
 
 def find(
@@ -161,6 +161,19 @@ def find(
         & (prefixes.namespace[page] == namespace)
     )
     return jnp.where(runs.used & runs.unbroken(equal), page, SCRATCH_PAGE)
+
+
+def cached_tokens(
+    prefixes: Prefixes, hash_: jax.Array, namespace: jax.Array, known: jax.Array, page_size: int
+) -> jax.Array:
+    """How many tokens `[K]` int32 of the requests with the hashes `[K, M, 2]` seem to be cached, to put them in an
+    order: by hashes alone, as no token is read."""
+    page = jnp.arange(hash_.shape[1], dtype=jnp.int32)
+    pages, live = _live(prefixes, _bucket(prefixes, hash_))
+    same = live & jnp.all(prefixes.hash[pages] == hash_[:, :, None], axis=-1)
+    same &= prefixes.namespace[pages] == namespace[:, None, None]
+    found = jnp.any(same, axis=-1) & (page < ((known - 1) // page_size)[:, None]) & prefixes.enabled
+    return page_size * jnp.sum(jnp.cumsum(~found, axis=1) == 0, axis=1, dtype=jnp.int32)
 
 
 def places(prefixes: Prefixes, hash_: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,9 +1,9 @@
 """How many tokens each running request computes in a step.
 
 One rule serves prefill, chunked prefill, decoding and resuming: a request wants `known - computed` tokens. First every
-running request gets one, oldest first, so that nobody's decoding waits for another's long prompt; then the rest of
-the budget is handed out, oldest first. Only who is about to compute what an older request computes gets nothing: the
-next step finds it there.
+running request gets one, in the order of `running_order`, so that nobody's decoding waits for another's long prompt;
+then the rest of the budget is handed out, in the same order. Only who is about to compute what one before it computes
+gets nothing: the next step finds it there.
 """
 
 from __future__ import annotations
@@ -13,18 +13,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from jpaged.step.order import running_order
 from jpaged.step.pages import take
 from jpaged.step.prefix import forget, next_to_take
 from jpaged.step.share import waits
 from jpaged.step.state import EngineState
-
-_LAST = jnp.iinfo(jnp.int32).max
-
-
-def by_age(state: EngineState) -> jax.Array:
-    """Slots `[S]` in the order their requests arrived; empty slots last."""
-    arrival = state.requests.arrival[state.slots.request]
-    return jnp.argsort(jnp.where(state.slots.occupied, arrival, _LAST), stable=True)
 
 
 def wanted(state: EngineState) -> jax.Array:
@@ -35,7 +28,7 @@ def wanted(state: EngineState) -> jax.Array:
 
 def grant(state: EngineState, budget: int) -> jax.Array:
     """Tokens `[S]` that each slot computes now; their sum is at most `budget`."""
-    order = by_age(state)
+    order = running_order(state)
     want = jnp.where(waits(state), 0, wanted(state))[order]
     first = jnp.where(want > 0, jnp.clip(budget - jnp.cumsum(want > 0, dtype=jnp.int32) + 1, 0, 1), 0)
     rest = want - first
@@ -57,10 +50,10 @@ def most_pages(state: EngineState, budget: int) -> int:
 
 
 def within_pages(state: EngineState, tokens: jax.Array) -> jax.Array:
-    """`tokens` `[S]`, cut where the pages for them are not there, the youngest first. Budget that a preempted request
-    left to an older one may be more than its pages."""
+    """`tokens` `[S]`, cut where the pages for them are not there, from the last on. Budget that a preempted request
+    left to one before it may be more than its pages."""
     slots, page_size = state.slots, state.pool.page_size
-    order = by_age(state)
+    order = running_order(state)
     need = pages_needed(state, tokens)[order]
     allowed = jnp.clip(state.available_pages - (jnp.cumsum(need, dtype=jnp.int32) - need), 0, need)
     allowed = jnp.zeros_like(allowed).at[order].set(allowed)

@@ -1,7 +1,7 @@
 """Sharing pages between requests: looking for pages that are computed already, and offering those that are.
 
     admit    a request that comes in gets the pages that hold its first tokens
-    waits    of those who would compute the same page next, only the oldest does
+    waits    of those who would compute the same page next, only the first does
     enter    pages that the step has filled can be found from now on
     attach   who runs and is at the end of a page gets the next ones, if others have just computed them
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.order import running_rank
 from jpaged.step.prefix import WAYS, find, places, spread
 from jpaged.step.state import EngineState, Finish, Requests, Status
 
@@ -119,20 +120,20 @@ def _page_before(state: EngineState, column: jax.Array) -> jax.Array:
 
 
 def waits(state: EngineState) -> jax.Array:
-    """Whether a slot `[S]` waits for a page: it is at the end of one, and an older request has to compute the very
-    page that is its next. The oldest of those waits for nobody, so that page will be there.
+    """Whether a slot `[S]` waits for a page: it is at the end of one, and a request before it in `running_order` has to
+    compute the very page that is its next. The first of those waits for nobody, so that page will be there.
 
     If the hash lies, a request waits for nothing, and computes its page when the other has gone on.
     """
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
     row, page = slots.request, slots.computed // page_size
-    known, arrival = requests.known[row], requests.arrival[row]
+    known, rank = requests.known[row], running_rank(state)
     hash_ = requests.prefix_hash[row, page]
     computes = slots.occupied & (page < known // page_size)
     could_find = slots.occupied & (page < shareable(known, page_size)) & (slots.computed % page_size == 0)
     same = (page[:, None] == page) & jnp.all(hash_[:, None] == hash_, axis=-1)
-    older = arrival < arrival[:, None]
-    return state.prefixes.enabled & could_find & jnp.any(same & older & computes, axis=1)
+    before = rank < rank[:, None]
+    return state.prefixes.enabled & could_find & jnp.any(same & before & computes, axis=1)
 
 
 def enter(state: EngineState, most: int) -> EngineState:

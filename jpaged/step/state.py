@@ -11,7 +11,7 @@ preempted request goes back to it by changing its status, and keeps its place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
+from jpaged.policy import Policy, by_priority
 from jpaged.pool import SCRATCH_PAGE, KVPool
 from jpaged.request import MAX_STOP_TOKENS
 from jpaged.step.prefix import Prefixes, prefix_hashes
@@ -56,6 +57,7 @@ class Requests:
     status: jax.Array  # [R] int32, a Status
     uid: jax.Array  # [R] int32, the caller's name for it
     arrival: jax.Array  # [R] int32, place in the order of submission
+    priority: jax.Array  # [R] int32, for policies; the smaller goes first
     tokens: jax.Array  # [R, T] int32, prompt and output; only the first `known` mean anything
     known: jax.Array  # [R] int32, tokens of prompt and output so far
     prompt_len: jax.Array  # [R] int32
@@ -155,6 +157,9 @@ class EngineState:
     requests: Requests
     counters: Counters
     record: StepRecord
+    # Of the program, not of the data: see `jpaged.policy`.
+    admission: Policy = field(default=by_priority, metadata={"static": True})
+    victim: Policy = field(default=by_priority, metadata={"static": True})
 
     @property
     def available_pages(self) -> jax.Array:
@@ -193,7 +198,7 @@ def make_state(
     pages = config.max_pages_per_seq
     row_ints, slot_ints, count = jnp.zeros(rows, jnp.int32), jnp.zeros(slots, jnp.int32), jnp.uint32(0)
     requests = Requests(
-        status=row_ints, uid=row_ints, arrival=row_ints,
+        status=row_ints, uid=row_ints, arrival=row_ints, priority=row_ints,
         tokens=jnp.zeros((rows, config.max_model_len), jnp.int32),
         known=row_ints, prompt_len=row_ints, max_len=row_ints, min_len=row_ints,
         stop_ids=jnp.full((rows, MAX_STOP_TOKENS), NO_TOKEN, jnp.int32),
@@ -219,6 +224,8 @@ def make_state(
             prefix_queries=count, prefix_hits=count,
         ),
         record=StepRecord.zeros(slots),
+        admission=config.admission,
+        victim=config.victim,
     )  # fmt: skip
     # A donated state must not hold one buffer twice, and equal constants may share one.
     return jax.tree.map(lambda a: jnp.array(a, copy=True), state)
@@ -243,6 +250,7 @@ class Submission:
     min_p: Any
     seed: Any
     namespace: Any
+    priority: Any
 
     @classmethod
     def empty(cls, size: int, max_model_len: int) -> Submission:
@@ -253,7 +261,7 @@ class Submission:
             prompt_len=ints.copy(), max_len=ints.copy(), min_len=ints.copy(),
             stop_ids=np.full((size, MAX_STOP_TOKENS), NO_TOKEN, np.int32), temperature=floats.copy(),
             top_k=ints.copy(), top_p=np.ones(size, np.float32), min_p=floats.copy(), seed=np.zeros(size, np.uint32),
-            namespace=ints.copy(),
+            namespace=ints.copy(), priority=ints.copy(),
         )  # fmt: skip
 
 
@@ -272,7 +280,7 @@ def submit(state: EngineState, batch: Submission) -> EngineState:
         name: getattr(requests, name).at[row].set(getattr(batch, name), mode="drop")
         for name in (
             "uid", "tokens", "prompt_len", "max_len", "min_len", "stop_ids", "temperature", "top_k", "top_p",
-            "min_p", "seed", "namespace",
+            "min_p", "seed", "namespace", "priority",
         )
     }  # fmt: skip
     hashes = prefix_hashes(batch.tokens, batch.prompt_len, batch.namespace, state.pool.page_size)

@@ -155,7 +155,7 @@ def draw_pages(
         raise ValueError(f"columns must be at least 1, got {columns}")
     total = counts.size
     owners = page_owners(page_table, total - 1, scratch=scratch)
-    cached &= owners < 0
+    cached = cached & (owners < 0)
     lines = -(-total // columns)
     figure = Picture(figsize=(0.45 * columns + 2.2, 0.45 * lines + 0.9), layout="constrained")
     axes = figure.subplots()

@@ -21,7 +21,9 @@ LAYERS = [
     {"jpaged.step"},
     {"jpaged.models"},
     {"jpaged.quant", "jpaged.parallel"},
+    {"jpaged.stats"},
     {"jpaged.pool", "jpaged.config", "jpaged.request", "jpaged.startup", "jpaged.gguf_vocabulary"},
+    {"jpaged.policy"},
 ]
 #: `step` and `models` are siblings: neither knows the other.
 SIBLINGS = [{"jpaged.step", "jpaged.models"}]

@@ -17,6 +17,7 @@ from support.oracle import OracleEngine, OracleRecord
 from support.stubs import STUB_SHAPE, HistoryDecoder, Traces
 
 from jpaged.config import EngineConfig
+from jpaged.policy import first_come_first_served, longest_prefix_hit_first, shortest_prompt_first
 from jpaged.step import EngineState, Status, evict, make_state, share, violations
 from jpaged.step.share import LOOKUP_PAGES
 
@@ -53,12 +54,14 @@ jit_evict = jax.jit(evict)
 class Pair:
     """The engine and the oracle, told the same things."""
 
-    def __init__(self, page_size: int, decoder: HistoryDecoder = DECODER, *, share=True, lookup_pages=LOOKUP_PAGES):
-        self.config = replace(CONFIGS[page_size], enable_prefix_caching=share)
+    def __init__(
+        self, page_size: int, decoder: HistoryDecoder = DECODER, *, share=True, lookup_pages=LOOKUP_PAGES, **policies
+    ):
+        self.config = replace(CONFIGS[page_size], enable_prefix_caching=share, **policies)
         self.decoder = decoder
         self.state = jax.tree.map(jnp.copy, fresh(page_size))
         # Not another engine: the switch is a value.
-        self.state = replace(self.state, prefixes=replace(self.state.prefixes, enabled=jnp.array(share)))
+        self.state = replace(self.state, prefixes=replace(self.state.prefixes, enabled=jnp.array(share)), **policies)
         self.oracle = OracleEngine(self.config, decoder, lookup_pages)
         self.next_uid = 1
 
@@ -70,7 +73,7 @@ class Pair:
         for ask in asks:
             self.oracle.submit(
                 ask.uid, ask.prompt, max_len=ask.max_len, min_len=ask.min_len, stop_ids=ask.stop_ids,
-                namespace=ask.namespace,
+                namespace=ask.namespace, priority=ask.priority,
             )  # fmt: skip
         self.compare()
 
@@ -157,6 +160,7 @@ def requests(draw, longest: int) -> dict:
         "min_len": draw(st.one_of(st.just(0), st.integers(len(prompt), max_len))),
         "stop_ids": draw(st.lists(tokens, max_size=3, unique=True)),
         "namespace": draw(st.sampled_from((0, 0, 0, 5))),
+        "priority": draw(st.sampled_from((0, 0, 0, -2, 3))),
     }
 
 
@@ -165,7 +169,8 @@ def stories(page_size: int):
     step = st.tuples(st.just("step"), st.sampled_from(BUDGETS[page_size]))
     operation = st.one_of(
         st.tuples(st.just("submit"), st.lists(requests(longest), min_size=1, max_size=SUBMIT)),
-        step, step,
+        step,
+        step,
         st.tuples(st.just("burst"), st.just(BURST_BUDGET)),
         st.tuples(st.just("abort"), st.integers(1, 8)),
     )
@@ -204,6 +209,7 @@ class Dice:
 
     rng: np.random.Generator
     longest: int
+    priorities: bool
 
     def request(self) -> dict:
         length = self.rng.integers(1, self.rng.choice((6, 6, 6, self.longest)))
@@ -224,13 +230,14 @@ class Dice:
             "min_len": int(self.rng.integers(0, self.longest // 2)),
             "stop_ids": stop_ids,
             "namespace": int(self.rng.choice((0, 0, 0, 5))),
+            "priority": int(self.rng.choice((0, 0, 0, -2, 3))) if self.priorities else 0,
         }
 
 
-def random_story(pair: Pair, steps: int, budgets: tuple[int, ...], *, bursts: bool = True) -> None:
+def random_story(pair: Pair, steps: int, budgets: tuple[int, ...], *, bursts=True, priorities=False) -> None:
     """Submissions, often of one prompt twice, aborts, bursts and steps at random; then steps until nobody is left."""
     page_size = pair.config.page_size
-    dice = Dice(np.random.default_rng(page_size), CONFIGS[page_size].max_model_len)
+    dice = Dice(np.random.default_rng(page_size), CONFIGS[page_size].max_model_len, priorities)
     while pair.oracle.steps < steps:
         throw = dice.rng.random()
         if throw < 0.3 and pair.oracle.free_rows:
@@ -257,6 +264,25 @@ def test_500_random_steps_lose_no_page(page_size):
     assert pair.oracle.preemptions > 5, "the pool was not tight enough"
     for event in ("evicted", "recovered", "attached", "waited", "given back", "filled twice in a step"):
         assert pair.oracle.seen[event] > 0, f"the story has no page that was {event}"
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        {},
+        {"admission": shortest_prompt_first, "victim": shortest_prompt_first},
+        {"admission": longest_prefix_hit_first},
+        {"admission": first_come_first_served, "victim": first_come_first_served},
+    ],
+    ids=["default", "shortest", "hits", "first-come"],
+)
+def test_under_any_policy(policies):
+    """Catches: an order that the arithmetic of pages does not follow; a request that waits for one behind it; one that
+    is sent back for one that does not come in, or that stands no higher."""
+    pair = Pair(4, **policies)
+    random_story(pair, 300, (5, 24), priorities=True)
+    assert pair.oracle.preemptions > 5
+    assert (pair.oracle.seen["made way"] > 5) == (pair.config.victim != first_come_first_served)
 
 
 @pytest.mark.parametrize("page_size", CONFIGS)

@@ -32,6 +32,7 @@ class Ask:
     min_p: float = 0.0
     seed: int = 0
     namespace: int = 0
+    priority: int = 0
 
 
 def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = None) -> Submission:
@@ -43,7 +44,9 @@ def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = Non
         batch.tokens[index, : len(ask.prompt)] = ask.prompt
         batch.prompt_len[index] = len(ask.prompt)
         batch.stop_ids[index, : len(ask.stop_ids)] = ask.stop_ids
-        for name in ("uid", "max_len", "min_len", "temperature", "top_k", "top_p", "min_p", "seed", "namespace"):
+        for name in (
+            "uid", "max_len", "min_len", "temperature", "top_k", "top_p", "min_p", "seed", "namespace", "priority",
+        ):  # fmt: skip
             getattr(batch, name)[index] = getattr(ask, name)
     return batch
 

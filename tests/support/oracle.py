@@ -1,12 +1,13 @@
 """The scheduler again, in lists and dicts: what `jpaged.step` says it does, written without an array.
 
 evict     what ended leaves its slot and row
-preempt   the largest number of oldest requests stays whose new pages nobody holds, or only those who go
-admit     in order of arrival, while there are slots, something of the budget, and pages; with the pages that hold
-          its first tokens
-schedule  one token each, oldest first, then the rest of the budget, oldest first; nothing for one who is about to
-          compute the page that an older one has to compute; pages that hold nothing first, lowest first, then those
-          used longest ago, the deepest first
+preempt   the largest number of first requests stays whose new pages nobody holds, or only those who go; then the
+          largest number with which the head of the queue comes in, if those who go all stand behind it
+admit     in the order of the admission policy, while there are slots, something of the budget, and pages; with the
+          pages that hold its first tokens
+schedule  one token each, in the order of the victim policy, then the rest of the budget, in that order; nothing for one
+          who is about to compute the page that one before it has to compute; pages that hold nothing first, lowest
+          first, then those used longest ago, the deepest first
 sample    what the decoder prefers, unless it is banned
 enter     full pages can be found; of equal ones, one, and who has another gives it back
 attach    who runs and is at the end of a page gets the pages that hold its next tokens
@@ -16,11 +17,13 @@ No hashes here: pages are found by what they and all before them hold.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
+from jpaged.policy import by_priority, first_come_first_served, longest_prefix_hit_first, shortest_prompt_first
 from jpaged.step import Finish, Status
 from jpaged.step.share import LOOKUP_PAGES
 from support.stubs import HistoryDecoder
@@ -35,6 +38,8 @@ class OracleRequest:
     min_len: int
     stop_ids: tuple[int, ...]
     namespace: int = 0
+    priority: int = 0
+    prompt_len: int = 0
     status: Status = Status.WAITING
     cached_tokens: int = 0
     preempted: bool = False
@@ -84,6 +89,15 @@ class Identity:
     tokens: tuple[int, ...]
 
 
+#: What policies say of a request, again.
+POLICIES = {
+    by_priority: lambda engine, request: request.priority,
+    first_come_first_served: lambda engine, request: request.arrival,
+    shortest_prompt_first: lambda engine, request: request.prompt_len,
+    longest_prefix_hit_first: lambda engine, request: -engine.cached_tokens(request),
+}
+
+
 class OracleEngine:
     """An engine of `config` over a `HistoryDecoder`. `lookup_pages` is `share.LOOKUP_PAGES`."""
 
@@ -106,10 +120,10 @@ class OracleEngine:
     def free_rows(self) -> int:
         return sum(row is None for row in self.rows)
 
-    def submit(self, uid, prompt, *, max_len, min_len=0, stop_ids=(), namespace=0) -> None:
+    def submit(self, uid, prompt, *, max_len, min_len=0, stop_ids=(), namespace=0, priority=0) -> None:
         row = self.rows.index(None)
         self.rows[row] = OracleRequest(
-            uid, self.submitted, list(prompt), max_len, min_len, tuple(stop_ids), namespace
+            uid, self.submitted, list(prompt), max_len, min_len, tuple(stop_ids), namespace, priority, len(prompt)
         )  # fmt: skip
         self.submitted += 1
 
@@ -121,12 +135,20 @@ class OracleEngine:
     # The step's parts
 
     def running(self) -> list[OracleSlot]:
-        """Oldest first."""
-        return sorted((s for s in self.slots if s), key=lambda s: s.request.arrival)
+        """In the order in which they are served."""
+        return sorted((s for s in self.slots if s), key=lambda s: (self.stands(s.request), s.request.arrival))
+
+    def stands(self, request: OracleRequest) -> float:
+        return POLICIES[self.config.victim](self, request)
 
     def waiting(self) -> list[OracleRequest]:
         queue = [r for r in self.rows if r and r.status == Status.WAITING]
-        return sorted(queue, key=lambda r: r.arrival)
+        return sorted(queue, key=lambda r: (POLICIES[self.config.admission](self, r), r.arrival))
+
+    def cached_tokens(self, request: OracleRequest) -> int:
+        columns = range(self.shareable(request))
+        found = itertools.takewhile(lambda column: self.prefix(request, column) in self.found, columns)
+        return self.config.page_size * len(list(found))
 
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.config.page_size)
@@ -210,8 +232,7 @@ class OracleEngine:
         return any(
             other.computed // page_size == column < len(other.request.tokens) // page_size
             and self.prefix(other.request, column) == self.prefix(slot.request, column)
-            for other in self.running()
-            if other.request.arrival < slot.request.arrival
+            for other in itertools.takewhile(lambda other: other is not slot, self.running())
         )
 
     def enter(self, most: int) -> None:
@@ -278,12 +299,34 @@ class OracleEngine:
             if need <= len(self.all_pages) - len({page for slot, _ in granted[:stays] for page in slot.pages}):
                 break
             stays -= 1
-        assert stays or not granted, "the oldest request alone must always fit"
-        for slot, _ in granted[stays:]:
+        assert stays or not granted, "the first request alone must always fit"
+        lost = [slot for slot, _ in granted[stays:]]
+        self.send_back(lost)
+        in_the_way = self.in_the_way(budget)
+        self.seen["made way"] += len(in_the_way)
+        self.send_back(in_the_way)
+        lost += in_the_way
+        self.preemptions += len(lost)
+        return len(lost), sum(slot.computed for slot in lost)
+
+    def send_back(self, slots: list[OracleSlot]) -> None:
+        for slot in slots:
             self.empty(slot)
             slot.request.status, slot.request.preempted = Status.WAITING, True
-        self.preemptions += len(granted) - stays
-        return len(granted) - stays, sum(slot.computed for slot, _ in granted[stays:])
+
+    def in_the_way(self, budget: int) -> list[OracleSlot]:
+        """The fewest without whom the head of the queue comes in, and who all stand behind it."""
+        running, queue = self.running(), self.waiting()
+        for stay in range(len(running), -1, -1) if queue else ():
+            if any(self.stands(slot.request) <= self.stands(queue[0]) for slot in running[stay:]):
+                break
+            tokens = sum(slot.want for slot in running[:stay])
+            pages = sum(self.new_pages(slot, slot.want) for slot in running[:stay])
+            pages += stay + self.pages_of(len(queue[0].tokens))
+            held = {page for slot in running[:stay] for page in slot.pages}
+            if stay < len(self.slots) and tokens < budget and pages <= len(self.all_pages) - len(held):
+                return running[stay:]
+        return []
 
     def admit(self, budget: int, record: OracleRecord) -> None:
         before = self.running()
@@ -360,7 +403,7 @@ class OracleEngine:
         return record
 
     def within_pages(self, granted: list[tuple[OracleSlot, int]]) -> dict[int, int]:
-        """By slot's id, the tokens whose pages are there, oldest first."""
+        """By slot's id, the tokens whose pages are there, first ones first."""
         left, tokens = len(self.available), {}
         for slot, granted_tokens in granted:
             pages = min(self.new_pages(slot, granted_tokens), left)

@@ -64,7 +64,9 @@ def serve(engine: Engine, *prompts, params=GREEDY, salt: str | None = None, chec
     for number, tokens in enumerate(prompts):
         engine.submit(Request(str(number), tuple(tokens), params, cache_salt=salt))
     served = [Served() for _ in prompts]
+    start = engine.stats().steps
     while engine.has_work:
+        assert engine.stats().steps < start + 4000, "the engine makes no progress"
         for event in engine.burst():
             one = served[int(event.request_id)]
             one.tokens += [] if event.token_id is None else [event.token_id]

@@ -54,6 +54,7 @@ def test_the_grid_shows_each_page_once_with_its_owner(tmp_path):
 
 def test_cached_pages_look_like_neither_free_nor_used_ones():
     findable = np.isin(np.arange(9), (1, 3, 8))  # the first is in use
+    findable.flags.writeable = False  # as an array of JAX's is
     figure = draw_pages(TABLE, REFCOUNTS, findable=findable, columns=4)
     colours = [square.get_facecolor() for square in figure.axes[0].patches]
     assert colours[3] == colours[8] and colours[4] == colours[7] == (1, 1, 1, 1)

@@ -1,0 +1,73 @@
+"""What an engine tells of itself: the tokens that came out, what each step did, and totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jpaged.request import FinishReason
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A request got a token, or ended, or both. `token_id` is None where it ended without one."""
+
+    request_id: str
+    token_id: int | None
+    logprob: float
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0  # of the request's prompt, found computed
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one step did, measured on the device from the page tables."""
+
+    step: int
+    running: int  # requests that have a slot
+    waiting: int  # requests that have none, on the device and on the host
+    pages_in_use: int  # pages that some table names
+    tokens_in_pages: int  # tokens whose keys and values they hold
+    scheduled_tokens: int  # tokens computed for requests
+    budget: int  # tokens computed in all, padding included
+    admitted: int
+    preempted: int
+    pages_cached: int = 0  # pages that no table names and that can be found
+    prefix_hits: int = 0  # tokens of prompts that were found computed
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine was made, and how things stand. A row-step is one token position computed once; it is
+    wasted on padding, and on tokens that preemption made the engine compute again. Free, cached and in-use pages are
+    all pages. Of `prefix_queries` prompt tokens, each request's counted once, `prefix_hits` were found computed."""
+
+    steps: int
+    useful_row_steps: int
+    wasted_row_steps: int
+    preemptions: int
+    total_pages: int
+    free_pages: int
+    in_use_pages: int
+    running: int
+    waiting: int
+    num_programs: int
+    compile_seconds: float
+    cached_pages: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of prompt tokens that did not have to be computed."""
+        return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
+
+    def __str__(self) -> str:
+        computed = self.useful_row_steps + self.wasted_row_steps
+        share = self.wasted_row_steps / computed if computed else 0.0
+        return (
+            f"{self.running} running, {self.waiting} waiting; pages: {self.in_use_pages} of {self.total_pages} in use, "
+            f"{self.cached_pages} cached; {self.prefix_hit_rate:.0%} of prompt tokens found computed; "
+            f"{self.steps} steps, {computed} row-steps of which {share:.0%} wasted, {self.preemptions} preemptions; "
+            f"{self.num_programs} programs compiled in {self.compile_seconds:.1f} s"
+        )

@@ -1,0 +1,62 @@
+"""The orders of those who run and of those who wait, from the policies of the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.policy import Candidates, Policy, Waiting
+from jpaged.step.prefix import cached_tokens
+from jpaged.step.state import EngineState, Status
+
+
+def running_order(state: EngineState) -> jax.Array:
+    """Slots `[S]` in the order in which they are served, and kept; empty ones last."""
+    row = state.slots.request
+    return _order(standing(state)[row], state.requests.arrival[row], state.slots.occupied)
+
+
+def running_rank(state: EngineState) -> jax.Array:
+    """The place `[S]` of each slot in `running_order`."""
+    order = running_order(state)
+    return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+
+
+def queue_order(state: EngineState) -> jax.Array:
+    """Rows of requests `[R]` in the order in which they are admitted; those that do not wait last."""
+    requests = state.requests
+    found = cached_tokens(
+        state.prefixes, requests.prefix_hash, requests.namespace, requests.known, state.pool.page_size
+    )  # left out of the program where no policy looks at it
+    numbers = _numbers(state.admission, Waiting(**_constants(state), known=requests.known, cached_tokens=found))
+    return _order(numbers, requests.arrival, requests.status == Status.WAITING)
+
+
+def standing(state: EngineState) -> jax.Array:
+    """What the victim policy says of each request `[R]`."""
+    return _numbers(state.victim, Candidates(**_constants(state)))
+
+
+def _constants(state: EngineState) -> dict[str, jax.Array]:
+    requests = state.requests
+    return {name: getattr(requests, name) for name in ("arrival", "priority", "prompt_len", "max_len")}
+
+
+def _numbers(policy: Policy, candidates: Any) -> jax.Array:
+    numbers = jnp.asarray(policy(candidates))
+    expected = candidates.arrival.shape
+    if numbers.shape != expected or not (
+        jnp.issubdtype(numbers.dtype, jnp.integer) or jnp.issubdtype(numbers.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"the policy {policy!r} must give each of {expected[0]} requests a number, an array {expected} of integers "
+            f"or floating point; it gave {numbers.dtype}{numbers.shape}"
+        )
+    return numbers
+
+
+def _order(numbers: jax.Array, arrival: jax.Array, there: jax.Array) -> jax.Array:
+    index = jnp.arange(arrival.shape[0], dtype=jnp.int32)
+    return jax.lax.sort(((~there).astype(jnp.int32), numbers, arrival, index), num_keys=3)[-1]
