@@ -135,6 +135,7 @@ _BLOCKS = (
     + [Case(f"ratio{ratio}", _mixed(16), heads=2 * ratio) for ratio in (1, 3, 4, 6, 7, 8, 16)]
     + [Case(f"mqa{ratio}", _mixed(4), heads=ratio, kv_heads=1, page_size=4) for ratio in (1, 7)]
     + [Case(f"head_dim{size}", _mixed(16), head_dim=size) for size in (64, 80, 96, 112, 128, 256)]
+    + [Case(f"head_dim{d}-page{p}", ((1, p), (p + 1, 7)), head_dim=d, page_size=p) for d, p in ((80, 2), (96, 3))]
     + [
         Case(f"window{window}-page{page}", _mixed(page), page_size=page, sliding_window=window, **_WIDE.get(page, {}))
         for page, window in ((1, 1), (4, 5), (16, 16), (16, 33), (128, 100))

@@ -26,6 +26,7 @@ row ends, what lies past the end is set to zero in shared memory.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,28 +56,36 @@ def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool = False) ->
     card = target_card()
     if card is None:
         return f"it is written for {', '.join(CARDS).upper()}, and this is {target_kind()}"
-    needed = NEEDS_JAX[card.architecture]
+    page_size, head_dim = k_pages.shape[3:]
+    used = card_for(card, page_size, head_dim)
+    needed = NEEDS_JAX[used.architecture]
     if jax.__version_info__ < needed:
-        return f"on {card.name} it needs JAX {'.'.join(map(str, needed))}, and this is {jax.__version__}"
-    return unsupported(queries, k_pages, card)
+        pages = "" if used is card else f" with pages of {page_size} tokens and head_dim {head_dim}"
+        return f"on {card.name}{pages} it needs JAX {'.'.join(map(str, needed))}, and this is {jax.__version__}"
+    return unsupported(queries, k_pages)
 
 
-def unsupported(queries: jax.Array, k_pages: jax.Array, card: Card) -> str | None:
+def card_for(card: Card, page_size: int, head_dim: int) -> Card:
+    """As what the card is used: as itself; but where its TMA unit cannot copy pieces of such pages, as an Ampere card
+    of as many cores and as much memory, for that kernel copies rows, and every later card runs it."""
+    if card.architecture == ampere.ARCHITECTURE:
+        return card
+    width, _ = TENSOR_CORES[card.architecture].columns(head_dim)
+    if page_size * _swizzle(width, BLOCK, 2) % _TMA_BYTES == 0:
+        return card
+    return replace(card, name=f"{card.name}-by-rows", architecture=ampere.ARCHITECTURE)
+
+
+def unsupported(queries: jax.Array, k_pages: jax.Array) -> str | None:
     """What there is no kernel for in the shapes and dtypes of these operands, as the end of a sentence."""
     heads, head_dim = queries.shape[1:]
-    kv_heads, page_size = k_pages.shape[2:4]
+    kv_heads = k_pages.shape[2]
     if queries.dtype != k_pages.dtype or k_pages.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {queries.dtype} and pages {k_pages.dtype}; both must be bfloat16, or both float16"
     if head_dim % 16 or head_dim > 256 or (head_dim > 128 and head_dim % 32):
         return f"head_dim is {head_dim}; it must be a multiple of 16 up to 128, or of 32 up to 256"
     if heads // kv_heads > _MOST_SHARED:
         return f"{heads // kv_heads} query heads share a KV head; at most {_MOST_SHARED} can"
-    if card.architecture == ampere.ARCHITECTURE:  # copies rows, and not with the TMA unit
-        return None
-    width, _ = TENSOR_CORES[card.architecture].columns(head_dim)
-    least = _TMA_BYTES // _swizzle(width, BLOCK, k_pages.dtype.itemsize)
-    if page_size % least:
-        return f"page_size is {page_size}; with head_dim {head_dim} it must be a multiple of {least}"
     return None
 
 
@@ -92,7 +101,7 @@ def paged_attention_mosaic_gpu(
         tuning: tiles, blocks and stages; None: `tuning_for` the card and the shapes.
         interpret: as in `pallas_call`: `InterpretGPUParams` runs the kernel on a CPU, also in float32.
     """
-    card = card or target_card() or CARDS["h100"]
+    card = card_for(card or target_card() or CARDS["h100"], *k_pages.shape[3:])
     tuning = tuning or tuning_for(card, kind_of(queries.shape[0], kv_len.shape[0]), queries.shape[2])
     return _paged_attention(
         queries, k_pages, v_pages, jnp.asarray(layer, jnp.int32), page_table, query_start, kv_len, scale=scale,

@@ -27,7 +27,7 @@ from support.gpu_aot import compile_for, mesh
 from pallas_kernels import paged_attention
 from pallas_kernels.cards import CARDS, Card
 from pallas_kernels.paged_attention.cases import BENCHMARKS, Case
-from pallas_kernels.paged_attention.mosaic_gpu import NEEDS_JAX
+from pallas_kernels.paged_attention.mosaic_gpu import NEEDS_JAX, card_for
 from pallas_kernels.paged_attention.tuning import kind_of, shared_bytes, tuning_for
 
 RECORD = Path(__file__).with_name("kernels.json")
@@ -46,6 +46,8 @@ def _classes(card: str, kind: str) -> list[tuple[str, Case, str, str]]:
     changes |= {f"-head_dim{d}": {"head_dim": d} for d in (64, 80, 96, 112, 192, 256)}
     changes |= {f"-ratio{r}": {"heads": 8 * r} for r in (1, 7, 16)}
     changes |= {f"-page{p}": {"page_size": p} for p in (1, 4, 24, 256)}
+    if jax.__version_info__ >= NEEDS_JAX["sm_80"]:  # rows are copied as on Ampere
+        changes["-head_dim80-page3"] = {"head_dim": 80, "page_size": 3}
     changes["-window-cap"] = {"sliding_window": 100, "soft_cap": 50.0}
     found = [(f"{card}-{kind}{name}", replace(case, **change), "bfloat16", card) for name, change in changes.items()]
     return [*found, (f"{card}-{kind}-float16", case, "float16", card)]
@@ -107,6 +109,7 @@ def _read(text: str, every: list[tuple[str, Case, str, str]]) -> dict[str, dict[
 
 
 def _shared_bytes(case: Case, card: Card) -> int:
+    card = card_for(card, case.page_size, case.head_dim)
     tuning = tuning_for(card, kind_of(case.num_tokens, len(case.rows)), case.head_dim)
     return shared_bytes(tuning, card, case.head_dim)
 
