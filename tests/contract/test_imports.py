@@ -125,7 +125,7 @@ def test_checkpoints_never_import_the_engine():
 
 def test_a_decoder_is_an_argument_of_the_step():
     """Catches: a step that can only run real models. Everything that it shares with them is in pool.py."""
-    shared = {"jpaged.pool", "jpaged.config", "jpaged.request", "jpaged.step"}
+    shared = {"jpaged.pool", "jpaged.policy", "jpaged.config", "jpaged.request", "jpaged.step"}
     for module, path in JPAGED.items():
         if part(module) == "jpaged.step":
             ours = {part(name) for name in imports(module, path) if name.split(".")[0] == "jpaged"}
