@@ -100,9 +100,14 @@ def paged_attention_mosaic_gpu(
         card: what is compiled for; None: the card that is here, or that the mesh in use describes.
         tuning: tiles, blocks and stages; None: `tuning_for` the card and the shapes.
         interpret: as in `pallas_call`: `InterpretGPUParams` runs the kernel on a CPU, also in float32.
+
+    Raises:
+        ValueError: for a tuning of several tiles where the kernel computes one at a time.
     """
     card = card_for(card or target_card() or CARDS["h100"], *k_pages.shape[3:])
     tuning = tuning or tuning_for(card, kind_of(queries.shape[0], kv_len.shape[0]), queries.shape[2])
+    if tuning.tiles > 1 and card.architecture == ampere.ARCHITECTURE:
+        raise ValueError(f"{tuning} has {tuning.tiles} tiles side by side; on {card.name} there can be one")
     return _paged_attention(
         queries, k_pages, v_pages, jnp.asarray(layer, jnp.int32), page_table, query_start, kv_len, scale=scale,
         sliding_window=sliding_window, soft_cap=soft_cap, return_lse=return_lse, card=card, tuning=tuning,
