@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jpaged.policy import Policy, by_priority
 
@@ -120,6 +120,11 @@ class EngineConfig:
         if self.max_model_len is None:
             raise ValueError("max_model_len is not set yet; LLM and Engine set it from the model and the pool")
         return -(-self.max_model_len // self.page_size)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, in values that JSON has: policies by their names."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: getattr(v, "__name__", repr(v)) if callable(v) else v for name, v in values.items()}
 
     def __repr__(self) -> str:
         values = ((f.name, getattr(self, f.name)) for f in fields(self))

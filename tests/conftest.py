@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
+from pathlib import Path
 
 # Before jax is imported, by whichever test comes first.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,6 +25,21 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile("fixed", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+#: XLA maps memory for every program that it compiles, Linux allows a process 65,530 maps, and LLVM ends the process
+#: where it gets none.
+_MOST_MAPS = 25_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_given_back():
+    """After a module, where many have been compiled."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_text().splitlines()) > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

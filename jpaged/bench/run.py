@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -86,7 +86,7 @@ def make_engine(kind: str, loaded: Loaded, config: EngineConfig, *, rows: int) -
         engine = getattr(loaded, "engine", None)
         if engine is None or engine.config != config:
             engine = Engine(*model, config)
-        return EngineAdapter(kind, engine, page_size=config.page_size), asdict(engine.config)
+        return EngineAdapter(kind, engine, page_size=config.page_size), engine.config.to_json()
     if kind == "static":
         length = config.max_model_len or loaded.model_config.max_position_embeddings
         static = StaticEngine(*model, batch_size=rows, max_model_len=length, dtype=config.dtype)
