@@ -30,10 +30,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.cards import Card
+from pallas_kernels.paged_attention.plan import num_rows
 from pallas_kernels.paged_attention.softmax import log_sum_exp, weigh
 
 if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.mosaic_gpu import Tuning
+    from pallas_kernels.paged_attention.tuning import Tuning
 
 ARCHITECTURE = "sm_80"
 #: most rows of a tile: queries times the query heads that share a KV head
@@ -58,7 +59,7 @@ def attend(
     kv_heads, page_size, head_dim = k_pages.shape[2:]
     parts, dtype = work.shape[0], k_pages.dtype
     block, stages = tuning.block, tuning.stages
-    used = -(-tile_tokens * group // 8) * 8
+    used = num_rows(tile_tokens, group)
     rows = rows_of_tile(used, head_dim)
     warps = rows // 16  # that share out the rows of a tile
     queries = jnp.pad(queries, ((0, 0), (0, rows - used), (0, 0)))

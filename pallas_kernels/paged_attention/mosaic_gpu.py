@@ -37,13 +37,13 @@ from jax import lax
 from pallas_kernels.cards import CARDS, Card, target_card, target_kind
 from pallas_kernels.paged_attention import ampere
 from pallas_kernels.paged_attention.merge import merge
-from pallas_kernels.paged_attention.plan import make_plan
+from pallas_kernels.paged_attention.plan import SWIZZLED_ROWS, make_plan, num_rows
 from pallas_kernels.paged_attention.softmax import log_sum_exp, weigh
 from pallas_kernels.paged_attention.tensor_cores import TENSOR_CORES
 from pallas_kernels.paged_attention.tuning import BLOCK, Tuning, kind_of, tile_rows, tuning_for
 
-#: rows that a swizzle repeats after; bytes that a place in shared memory is a multiple of where the TMA unit copies to
-_SWIZZLED_ROWS, _TMA_BYTES = 8, 128
+#: bytes that a place in shared memory is a multiple of where the TMA unit copies to
+_TMA_BYTES = 128
 
 #: query heads that can share a KV head: they are rows of one tile
 _MOST_SHARED = min(cores.tile for cores in TENSOR_CORES.values())
@@ -128,7 +128,7 @@ def _paged_attention(
     kv_heads = k_pages.shape[2]
     group = heads // kv_heads
     # A tile in device memory begins where a swizzled tile in shared memory can.
-    align = _SWIZZLED_ROWS // math.gcd(_SWIZZLED_ROWS, group)
+    align = SWIZZLED_ROWS // math.gcd(SWIZZLED_ROWS, group)
     tile_tokens = 1
     if kind_of(tokens, kv_len.shape[0]) == "mixed":
         tile_tokens = max(1, tuning.tiles * tile_rows(card) // group // align * align)
@@ -137,7 +137,7 @@ def _paged_attention(
         extra_parts=-(-tuning.extra_parts * card.cores // kv_heads), sliding_window=sliding_window,
     )  # fmt: skip
 
-    used = -(-tile_tokens * group // _SWIZZLED_ROWS) * _SWIZZLED_ROWS
+    used = num_rows(tile_tokens, group)
     aligned = queries.reshape(tokens, kv_heads, group, head_dim)[plan.aligned].swapaxes(0, 1)
     aligned = aligned.reshape(kv_heads, -1, head_dim)
     aligned = jnp.pad(aligned, ((0, 0), (0, used), (0, 0)))  # the last tile may not be full
@@ -193,11 +193,11 @@ def _attend(
     tile, sharing = tensor_cores.tile, tensor_cores.sharing(head_dim)
     computing = tuning.tiles * sharing  # warpgroups
     width, out_width = tensor_cores.columns(head_dim)
-    used, of_one = (-(-n * group // _SWIZZLED_ROWS) * _SWIZZLED_ROWS for n in (tile_tokens, 1))
+    used, of_one = num_rows(tile_tokens, group), num_rows(1, group)
     swizzle = _swizzle(width, block, dtype.itemsize)
     wide = swizzle // dtype.itemsize
     piece = math.gcd(page_size, block)
-    narrow = piece % _SWIZZLED_ROWS != 0
+    narrow = piece % SWIZZLED_ROWS != 0
     copies = block // piece * (head_dim // wide if narrow else 1)
 
     def kernel(
@@ -222,7 +222,7 @@ def _attend(
             for c in range(head_dim // wide):
                 column = pl.ds(c * wide, wide)
                 if interpret:
-                    target = tiles.at[slot, pl.ds(tile * _SWIZZLED_ROWS + row, piece), column]
+                    target = tiles.at[slot, pl.ds(tile * SWIZZLED_ROWS + row, piece), column]
                 else:
                     target = tiles.at[slot, tile, c, pl.ds(row, piece)]
                 plgpu.copy_gmem_to_smem(source.at[:, column], target, barrier)
@@ -361,7 +361,7 @@ def _attend(
             last_page = lax.div(length - 1, jnp.int32(page_size))
             q_slot = lax.rem(nth, jnp.int32(tuning.query_slots))
             pl.when(nth >= tuning.query_slots)(partial(plgpu.barrier_wait, q_free.at[q_slot]))
-            start = pl.multiple_of(start, _SWIZZLED_ROWS)
+            start = pl.multiple_of(start, SWIZZLED_ROWS)
             plgpu.copy_gmem_to_smem(
                 q_ref.at[head, pl.ds(start, used)], q_smem.at[q_slot, pl.ds(0, used)], q_ready.at[q_slot]
             )
@@ -387,17 +387,17 @@ def _attend(
                         for c, (number, offset) in enumerate(places):
                             source = ref.at[layer, number, head]
                             if piece < page_size:
-                                source = source.at[pl.ds(pl.multiple_of(offset, _SWIZZLED_ROWS), piece)]
+                                source = source.at[pl.ds(pl.multiple_of(offset, SWIZZLED_ROWS), piece)]
                             plgpu.copy_gmem_to_smem(source, smem.at[slot, pl.ds(c * piece, piece)], barrier)
                         continue
 
                     def fill(tile, _, ref=ref, smem=smem, barrier=barrier):
-                        for c in range(_SWIZZLED_ROWS // piece):
-                            number, offset = place(tile * (_SWIZZLED_ROWS // piece) + c)
+                        for c in range(SWIZZLED_ROWS // piece):
+                            number, offset = place(tile * (SWIZZLED_ROWS // piece) + c)
                             source = ref.at[layer, number, head, pl.ds(offset, piece)]
                             narrow_copies(source, smem, slot, tile, c * piece, barrier)
 
-                    lax.fori_loop(0, block // _SWIZZLED_ROWS, fill, None)
+                    lax.fori_loop(0, block // SWIZZLED_ROWS, fill, None)
 
             lax.fori_loop(0, blocks, step, None)
 
@@ -426,12 +426,12 @@ def _attend(
 
     def operand(*shape):
         """Shared memory for an operand of a product."""
-        tiling = plgpu.TilingTransform((_SWIZZLED_ROWS, wide))
+        tiling = plgpu.TilingTransform((SWIZZLED_ROWS, wide))
         return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
     stage = operand(stages, block, head_dim)
     if narrow and not interpret:
-        tiles = (stages, block // _SWIZZLED_ROWS, head_dim // wide, _SWIZZLED_ROWS, wide)
+        tiles = (stages, block // SWIZZLED_ROWS, head_dim // wide, SWIZZLED_ROWS, wide)
         stage = plgpu.RefUnion(stage, plgpu.SMEM(tiles, dtype, transforms=(plgpu.SwizzleTransform(swizzle),)))
     ready = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     free = plgpu.Barrier(num_arrivals=computing, num_barriers=stages)

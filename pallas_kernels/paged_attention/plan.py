@@ -21,6 +21,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+#: Rows after which the pattern of a swizzled tile in shared memory repeats: where a tile can begin, and end.
+SWIZZLED_ROWS = 8
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Plan:
 def num_tiles(tokens: int, rows: int, tile_tokens: int) -> int:
     """The most tiles that `tokens` packed queries of `rows` rows can need."""
     return min(tokens, tokens // tile_tokens + rows)
+
+
+def num_rows(tokens: int, group: int) -> int:
+    """The rows of a tile of `tokens` queries with the `group` query heads that share a KV head."""
+    return -(-tokens * group // SWIZZLED_ROWS) * SWIZZLED_ROWS
 
 
 def num_aligned(tokens: int, rows: int, tile_tokens: int, align: int) -> int:

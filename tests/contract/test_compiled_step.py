@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from support.drive import Ask, compiled, jit_submit, submission
 from support.hlo import report
+from support.record import recorded
 from support.stubs import STUB_SHAPE, HistoryDecoder
 from support.tiny import TINY, tiny_decoder
 
@@ -197,8 +198,7 @@ def test_on_h200s_nothing_grows_with_the_pool(model, cuda_plugin, record_propert
         assert counts["unknown_loops"] == [burst] * walks
         assert counts["attention_kernels"] == (counts["layers"] if KERNELS else 0)
         assert counts["all_reduces"] == (2 * counts["layers"] if counts["cards"] > 1 else 0)
-    recorded = json.loads(script.with_name("step.json").read_text()).get(jax.__version__, [])
-    before = [counts for counts in recorded if counts["model"] == model]
+    before = [counts for counts in recorded(script.with_name("step.json")) if counts["model"] == model]
     for now, then in zip(programs, before, strict=before != []):
         message = f"temporaries were {then['temporary_bytes']}; if that is meant, run {script} --write"
         assert now["temporary_bytes"] <= 1.01 * then["temporary_bytes"], message

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the project
 import jax
 import jax.numpy as jnp
 from support.gpu_aot import compile_for, mesh
+from support.record import record
 
 from pallas_kernels import paged_attention
 from pallas_kernels.cards import CARDS, Card
@@ -114,11 +115,6 @@ def _shared_bytes(case: Case, card: Card) -> int:
     return shared_bytes(tuning, card, case.head_dim)
 
 
-def recorded() -> dict[str, dict[str, dict[str, int]]]:
-    """By JAX version, what `measure` found."""
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
-
-
 def limits() -> str:
     """What each benchmark case must move and compute, and the time that takes on each card at least."""
     lines = [f"{'case':<22}{'MB':>9}{'GFLOP':>9}" + "".join(f"{name + ' us':>10}" for name in CARDS)]
@@ -142,12 +138,7 @@ def main() -> None:
         print(f"{name:<20}" + "".join(f"{value:>12,} {key}" for key, value in row.items()))
     print(limits())
     if "--write" in sys.argv:
-        versions = recorded() | {jax.__version__: found}
-        body = ",\n".join(
-            f' "{version}": {{\n' + ",\n".join(f'  "{n}": {json.dumps(row)}' for n, row in rows.items()) + "\n }"
-            for version, rows in sorted(versions.items())
-        )
-        RECORD.write_text("{\n" + body + "\n}\n")
+        record(RECORD, found)
 
 
 if __name__ == "__main__":

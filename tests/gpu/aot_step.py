@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from support.gpu_aot import compile_for, mesh
 from support.hlo import report
+from support.record import record
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_HALF_B
 
 from jpaged.config import EngineConfig
@@ -104,13 +105,7 @@ def main() -> None:
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(PROGRAMS)
     results = [{"model": name} | measure(program) for name in names for program in PROGRAMS[name]]
     if "--write" in sys.argv:
-        versions = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        versions[jax.__version__] = results
-        body = ",\n".join(
-            f' "{version}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
-            for version, rows in sorted(versions.items())
-        )
-        RECORD.write_text("{\n" + body + "\n}\n")
+        record(RECORD, results)
     print(json.dumps(results))
 
 

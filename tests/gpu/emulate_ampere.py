@@ -33,6 +33,7 @@ from pallas_kernels.cards import CARDS
 from pallas_kernels.paged_attention import ampere
 from pallas_kernels.paged_attention.cases import CASES, Case, operands
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
+from pallas_kernels.paged_attention.plan import num_rows
 
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
 #: So few cores that contexts are cut, and of two blocks of keys and more.
@@ -62,7 +63,7 @@ def emulated(attend):
         compile_for(mesh("a100"), partial(attend, **options), *jax.tree.map(jax.typeof, operands))
         program, shared_bytes = list(programs(DUMP))[-1]
         kv_heads, _, head_dim = operands[0].shape
-        used = -(-options["tile_tokens"] * options["group"] // 8) * 8
+        used = num_rows(options["tile_tokens"], options["group"])
         tuning = options["tuning"]
         if shared_bytes > ampere.shared_bytes(head_dim, tuning.block, tuning.stages):
             raise AssertionError(f"{shared_bytes} bytes of shared memory, more than are counted with")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from support.record import recorded
 
 from pallas_kernels.cards import CARDS
 from pallas_kernels.paged_attention.cases import BENCHMARKS, Case
@@ -29,15 +30,15 @@ def test_no_kernel_spills_and_none_grows(record_property):
     result = subprocess.run([sys.executable, str(SCRIPT), "--json"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     found = json.loads(result.stdout.splitlines()[-1])
-    recorded = json.loads(SCRIPT.with_name("kernels.json").read_text()).get(jax.__version__, {})
+    before = recorded(SCRIPT.with_name("kernels.json"))
     record_property("paged_attention, registers", json.dumps({name: row["registers"] for name, row in found.items()}))
     for name, row in found.items():
         assert row["spilled_bytes"] == 0, name
         card = CARDS[name.partition("-")[0]]
         assert row["registers"] <= 255 and row["shared_bytes"] <= card.shared_bytes, name
-        for quantity, before in recorded.get(name, {}).items():
-            assert row[quantity] <= before, f"{name}: {quantity} was {before}; if that is meant, run {SCRIPT} --write"
-    assert not recorded or set(found) == set(recorded)
+        for quantity, most in before.get(name, {}).items():
+            assert row[quantity] <= most, f"{name}: {quantity} was {most}; if that is meant, run {SCRIPT} --write"
+    assert not before or set(found) == set(before)
 
 
 def test_limits_are_what_they_are_by_hand():

@@ -39,7 +39,6 @@ def ends(engine: Engine, at_burst=lambda burst: None) -> list[str]:
     prompts = {request.request_id: request for request in engine._requests.values()}
     while engine.has_work:
         for event in engine.burst():
-            prompts |= {request.request_id: request for request in engine._requests.values()}
             tokens.setdefault(event.request_id, []).append(event.token_id)
             if event.finish_reason is not None:
                 ended.append(event.request_id)
