@@ -37,6 +37,11 @@ class KVPool:
         shape = (layers, 1 + num_pages, kv_heads, page_size, head_dim)
         return cls(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
+    def copy(self, source: jax.Array, target: jax.Array) -> KVPool:
+        """What is in the pages `source` `[N]` is in the pages `target` `[N]` as well; all are read before any is
+        written."""
+        return KVPool(*(pages.at[:, target].set(pages[:, source]) for pages in (self.k, self.v)))
+
     @property
     def num_pages(self) -> int:
         """Pages that requests can own: all but the scratch page."""

@@ -7,6 +7,7 @@ state = step(decoder, params, state, budget=16)
 
 from jpaged.step.check import violations
 from jpaged.step.evict import evict
+from jpaged.step.fork import fork
 from jpaged.step.state import (
     EngineState,
     Finish,
@@ -23,5 +24,5 @@ from jpaged.step.step import demand, run, step
 
 __all__ = [
     "EngineState", "Finish", "Requests", "Slots", "Status", "StepRecord", "Submission", "abort", "demand", "evict",
-    "make_state", "run", "step", "submit", "violations",
+    "fork", "make_state", "run", "step", "submit", "violations",
 ]  # fmt: skip

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.fork import COPIES, parent_slots, ready
 from jpaged.step.order import queue_order
 from jpaged.step.schedule import pages_needed, wanted
 from jpaged.step.share import lookup, pin, shareable
-from jpaged.step.state import EngineState, Status
+from jpaged.step.state import NO_ROW, EngineState, Status
 
 
-def admit(state: EngineState, budget: int) -> EngineState:
+def admit(state: EngineState, budget: int) -> tuple[EngineState, jax.Array]:
     """Gives slots to the requests at the head of `queue_order`, in order, while there are slots, tokens and pages.
 
     What can be found of a request is looked up first, and is in its table in the same step: no page of it can be taken
@@ -28,19 +30,26 @@ def admit(state: EngineState, budget: int) -> EngineState:
     The second line keeps a request from being admitted only to be preempted within a page's worth of steps. With
     nothing running, a request needs its own pages alone, so the head of the queue always gets in at last. A page that
     two find who come in together, and that nobody uses, counts for both, which is on the safe side.
+
+    Returns:
+        The state; and for each slot `[S]` the page of which a fork that comes in there needs a copy, for its next page
+        to begin with. SCRATCH_PAGE: none.
     """
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
     num_slots, num_rows = slots.num_slots, requests.num_rows
     count = min(num_slots, num_rows)
 
-    waiting = requests.status == Status.WAITING
+    waiting = ready(state)
     queue = queue_order(state)[:count]
     rank = jnp.arange(count, dtype=jnp.int32)
     known = jnp.where(waiting[queue], requests.known[queue], 0)
 
     nothing = jnp.zeros_like(queue)
     pages_asked = jnp.maximum(shareable(known, page_size), 0)
-    found = lookup(state, queue, nothing, pages_asked, jnp.full_like(queue, SCRATCH_PAGE))
+    parent = jnp.where(waiting, parent_slots(state), num_slots)[queue]
+    forks = parent < num_slots
+    found = lookup(state, queue, nothing, pages_asked, jnp.full_like(queue, SCRATCH_PAGE), parent)
+    tail = jnp.where(forks, known - 1 - pages_asked * page_size, 0)  # tokens that are in a page to be copied
     in_use = found.hit & (state.refcount[found.page] > 0)
     hits, hits_in_use = (nothing.at[found.owner].add(hit.astype(jnp.int32)) for hit in (found.hit, in_use))
     # Who did not fit in this lookup comes in after the next. The head fits always.
@@ -48,7 +57,7 @@ def admit(state: EngineState, budget: int) -> EngineState:
 
     running = jnp.sum(slots.occupied, dtype=jnp.int32)
     want = wanted(state)
-    more = known - hits * page_size
+    more = known - hits * page_size - tail
     tokens_before = jnp.sum(want, dtype=jnp.int32) + jnp.cumsum(more, dtype=jnp.int32) - more
 
     own = -(-known // page_size) - hits_in_use
@@ -57,6 +66,7 @@ def admit(state: EngineState, budget: int) -> EngineState:
 
     fits = waiting[queue] & looked_up & (rank < num_slots - running)
     fits &= (tokens_before < budget) & (pages <= state.available_pages)
+    fits &= jnp.cumsum(tail > 0, dtype=jnp.int32) <= COPIES
     # Strictly in order: nobody overtakes one who does not fit yet.
     enters = jnp.cumsum(~fits) == 0
 
@@ -67,8 +77,17 @@ def admit(state: EngineState, budget: int) -> EngineState:
         slots,
         occupied=slots.occupied.at[slot].set(True, mode="drop"),
         request=slots.request.at[slot].set(queue, mode="drop"),
+        computed=slots.computed.at[slot].set(tail, mode="drop"),
     )
-    queries = jnp.sum(jnp.where(enters & ~requests.preempted[queue], known, 0), dtype=jnp.int32)
+    last = jnp.take_along_axis(
+        slots.page_table[jnp.minimum(parent, num_slots - 1)],
+        jnp.minimum(pages_asked, slots.page_table.shape[1] - 1)[:, None],
+        axis=1,
+    )[:, 0]
+    source = jnp.full(num_slots, SCRATCH_PAGE, jnp.int32)
+    source = source.at[slot].set(jnp.where(tail > 0, last, SCRATCH_PAGE), mode="drop")
+    counted = enters & ~requests.preempted[queue] & ~forks
+    queries = jnp.sum(jnp.where(counted, known, 0), dtype=jnp.int32)
     state = replace(
         state,
         slots=slots,
@@ -82,4 +101,6 @@ def admit(state: EngineState, budget: int) -> EngineState:
             recovered=jnp.int32(0),
         ),
     )
-    return pin(state, found, slot)
+    state = pin(state, found, slot)
+    begun = state.requests.parent.at[row].set(NO_ROW, mode="drop")
+    return replace(state, requests=replace(state.requests, parent=begun)), source

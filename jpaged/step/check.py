@@ -8,7 +8,7 @@ import numpy as np
 
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.prefix import root_hash, token_hash
-from jpaged.step.state import EngineState, Status
+from jpaged.step.state import NO_ROW, EngineState, Requests, Status
 
 
 def violations(state: EngineState) -> list[str]:
@@ -54,7 +54,24 @@ def violations(state: EngineState) -> list[str]:
     live = np.isin(status, (Status.WAITING, Status.RUNNING))
     if (known[live] > np.asarray(requests.max_len)[live]).any():
         wrong.append("a live request is longer than its max_len")
+    for row in np.flatnonzero(np.asarray(requests.parent) != NO_ROW):
+        wrong += _violations_of_a_fork(requests, int(row))
     return wrong + _violations_of_sharing(state)
+
+
+def _violations_of_a_fork(requests: Requests, row: int) -> list[str]:
+    """The same for one that has not begun."""
+    parent, known = int(requests.parent[row]), int(requests.known[row])
+    if requests.status[row] not in (Status.WAITING, Status.ABORTED, Status.FREE):
+        return [f"row {row} has begun and waits for row {parent} still"]
+    if requests.status[row] != Status.WAITING:
+        return []
+    if requests.status[parent] == Status.FREE:
+        return [f"row {row} waits for row {parent}, which has gone"]
+    same = requests.namespace[row] == requests.namespace[parent] and known <= requests.known[parent]
+    if not same or (requests.tokens[row, :known] != requests.tokens[parent, :known]).any():
+        return [f"row {row} is a fork of row {parent}, but has other tokens"]
+    return []
 
 
 def _violations_of_sharing(state: EngineState) -> list[str]:
@@ -91,6 +108,7 @@ def _violations_of_sharing(state: EngineState) -> list[str]:
             wrong.append(f"page {page} of depth {depth} does not come after page {above}")
         if page not in prefixes.index[prefixes.hash[page, 0] >> np.uint32(32 - bits)]:
             wrong.append(f"page {page} can be found but is not in the index")
+    shared: dict[int, tuple] = {}
     for slot in np.flatnonzero(slots.occupied):
         row, entered = slots.request[slot], slots.entered[slot]
         if entered > slots.computed[slot] // page_size:
@@ -98,8 +116,13 @@ def _violations_of_sharing(state: EngineState) -> list[str]:
         for column in range(slots.num_pages[slot]):
             page = slots.page_table[slot, column]
             tokens = requests.tokens[row, column * page_size : (column + 1) * page_size]
-            if column >= entered and (refcount[page] != 1 or findable[page]):
+            prefix = requests.namespace[row], requests.tokens[row, : (column + 1) * page_size].tolist()
+            if column >= entered and (findable[page] or (prefixes.enabled and refcount[page] != 1)):
                 wrong.append(f"slot {slot}: page {page} is shared before it is computed and entered")
+            elif refcount[page] > 1 and (column + 1) * page_size > slots.computed[slot]:
+                wrong.append(f"slot {slot}: page {page} is shared, and it is not full")
+            elif refcount[page] > 1 and shared.setdefault(page, prefix) != prefix:
+                wrong.append(f"slot {slot}: page {page} is shared with a request of other tokens")
             elif findable[page] and (
                 prefixes.tokens[page].tolist() != tokens.tolist()
                 or prefixes.namespace[page] != requests.namespace[row]

@@ -8,35 +8,48 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.fork import adopt, heirs, heritage, parent_slots, ready
 from jpaged.step.order import queue_order, running_order, standing
 from jpaged.step.pages import release
 from jpaged.step.schedule import grant, pages_needed, wanted
 from jpaged.step.state import EngineState, Status
 
 
-def clear_slots(state: EngineState, which: jax.Array) -> EngineState:
-    """Empties the slots of `which` `[S] bool` and gives their pages back. Those that can be found stay cached."""
-    slots = state.slots
+def hand_on(state: EngineState, which: jax.Array, heir: jax.Array) -> EngineState:
+    """Gives the slots of `which` `[S] bool` to the requests `heir` `[S]`, with the pages of the tokens that are theirs
+    as well; R is nobody's. The other pages are given back. Those that can be found stay cached."""
+    slots, requests, page_size = state.slots, state.requests, state.pool.page_size
+    inherits = which & (heir < requests.num_rows)
+    computed = jnp.where(which, jnp.where(inherits, heritage(state, heir), 0), slots.computed)
+    num_pages = jnp.where(which, -(-computed // page_size), slots.num_pages)
+    left = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32) >= num_pages[:, None]
+    row = jnp.where(inherits, heir, requests.num_rows)
     return replace(
         state,
-        refcount=release(state.refcount, slots.page_table, slots.num_pages, which),
+        refcount=release(state.refcount, slots.page_table, num_pages, slots.num_pages),
         slots=replace(
             slots,
-            occupied=slots.occupied & ~which,
-            computed=jnp.where(which, 0, slots.computed),
-            entered=jnp.where(which, 0, slots.entered),
-            num_pages=jnp.where(which, 0, slots.num_pages),
-            page_table=jnp.where(which[:, None], SCRATCH_PAGE, slots.page_table),
+            occupied=jnp.where(which, inherits, slots.occupied),
+            request=jnp.where(inherits, heir, slots.request),
+            computed=computed,
+            entered=jnp.minimum(slots.entered, computed // page_size),
+            num_pages=num_pages,
+            page_table=jnp.where(left, SCRATCH_PAGE, slots.page_table),
         ),
+        requests=replace(requests, status=requests.status.at[row].set(Status.RUNNING, mode="drop")),
     )
 
 
 def evict(state: EngineState) -> EngineState:
-    """Clears out what has ended: FINISHED and ABORTED requests leave their slots, and their rows become FREE."""
-    status = state.requests.status
-    over = (status == Status.FINISHED) | (status == Status.ABORTED)
-    state = clear_slots(state, state.slots.occupied & over[state.slots.request])
-    return replace(state, requests=replace(state.requests, status=jnp.where(over, Status.FREE, status)))
+    """Clears out what has ended: FINISHED and ABORTED requests leave their slots, to those forks of theirs that have
+    not begun, if there are any; and their rows become FREE."""
+    requests, slots = state.requests, state.slots
+    over = (requests.status == Status.FINISHED) | (requests.status == Status.ABORTED)
+    heir = heirs(requests, over)
+    parent = adopt(requests, over, heir)
+    state = hand_on(state, slots.occupied & over[slots.request], heir[slots.request])
+    status = jnp.where(over, Status.FREE, state.requests.status)
+    return replace(state, requests=replace(state.requests, status=status, parent=parent))
 
 
 def preempt(state: EngineState, budget: int) -> EngineState:
@@ -70,7 +83,10 @@ def _for_the_head(state: EngineState, budget: int) -> jax.Array:
     order = running_order(state)
     occupied = slots.occupied[order]
     head, rank = queue_order(state)[0], standing(state)
-    behind = occupied & (rank[slots.request[order]] > rank[head]) & (requests.status[head] == Status.WAITING)
+    behind = occupied & (rank[slots.request[order]] > rank[head]) & ready(state)[head]
+    # Its parent, if that is why it is ready, has to stay, and those before it.
+    parent = order == parent_slots(state)[head]
+    behind &= (jnp.cumsum(parent) > 0) & ~parent | ~jnp.any(parent)
 
     want = wanted(state)
     tokens = jnp.cumsum(want[order], dtype=jnp.int32)
@@ -100,7 +116,7 @@ def _send_back(state: EngineState, victim: jax.Array) -> EngineState:
     row = jnp.where(victim, slots.request, requests.num_rows)
     count = jnp.sum(victim, dtype=jnp.int32)
     discarded = jnp.sum(jnp.where(victim, slots.computed, 0), dtype=jnp.int32)
-    state = clear_slots(state, victim)
+    state = hand_on(state, victim, jnp.full_like(row, requests.num_rows))
     counters = replace(state.counters, preemptions=state.counters.preemptions + count.astype(jnp.uint32))
     return replace(
         state,

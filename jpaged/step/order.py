@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.policy import Candidates, Policy, Waiting
+from jpaged.step.fork import ready
 from jpaged.step.prefix import cached_tokens
-from jpaged.step.state import EngineState, Status
+from jpaged.step.state import EngineState
 
 
 def running_order(state: EngineState) -> jax.Array:
@@ -25,13 +26,13 @@ def running_rank(state: EngineState) -> jax.Array:
 
 
 def queue_order(state: EngineState) -> jax.Array:
-    """Rows of requests `[R]` in the order in which they are admitted; those that do not wait last."""
+    """Rows of requests `[R]` in the order in which they are admitted; those that are not `ready` last."""
     requests = state.requests
     found = cached_tokens(
         state.prefixes, requests.prefix_hash, requests.namespace, requests.known, state.pool.page_size
     )  # left out of the program where no policy looks at it
     numbers = _numbers(state.admission, Waiting(**_constants(state), known=requests.known, cached_tokens=found))
-    return _order(numbers, requests.arrival, requests.status == Status.WAITING)
+    return _order(numbers, requests.arrival, ready(state))
 
 
 def standing(state: EngineState) -> jax.Array:

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jpaged.step.prefix import spread
 
 
-def release(refcount: jax.Array, page_table: jax.Array, num_pages: jax.Array, which: jax.Array) -> jax.Array:
-    """Reference counts `[P]` after the slots of `which` `[S] bool` dropped the pages in their tables."""
+def release(refcount: jax.Array, page_table: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+    """Reference counts `[P]` after the slots dropped the pages of the columns from `begin` `[S]` up to before `end`
+    `[S]` of their tables."""
     column = jnp.arange(page_table.shape[1], dtype=jnp.int32)
-    named = which[:, None] & (column < num_pages[:, None])
+    dropped = (column >= begin[:, None]) & (column < end[:, None])
     # An index past the end is dropped.
-    return refcount.at[jnp.where(named, page_table, refcount.shape[0])].add(-1, mode="drop")
+    return refcount.at[jnp.where(dropped, page_table, refcount.shape[0])].add(-1, mode="drop")
 
 
 def take(

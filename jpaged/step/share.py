@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.order import running_rank
 from jpaged.step.prefix import WAYS, find, places, spread
-from jpaged.step.state import EngineState, Finish, Requests, Status
+from jpaged.step.state import NO_ROW, EngineState, Finish, Requests, Status
 
 #: Pages that one lookup asks for at most, or one request's where that is more. Who is left over is looked up later.
 LOOKUP_PAGES = 2048
@@ -48,13 +48,17 @@ def _page_tokens(requests: Requests, row: jax.Array, column: jax.Array, page_siz
     return requests.tokens[row[:, None], place]
 
 
-def lookup(state: EngineState, row: jax.Array, begin: jax.Array, count: jax.Array, before: jax.Array) -> Found:
+def lookup(
+    state: EngineState, row: jax.Array, begin: jax.Array, count: jax.Array, before: jax.Array, given: jax.Array
+) -> Found:
     """Looks for `count[k]` `[K]` pages of the requests `row[k]`, from their page `begin[k]` on, which comes after page
-    `before[k]` of the pool. Those that no longer fit in a lookup are not looked for."""
+    `before[k]` of the pool; or takes them from the table of slot `given[k]`, if that is not S. Those that no longer fit
+    in a lookup are not looked for."""
     requests, page_size = state.requests, state.pool.page_size
     columns = requests.prefix_hash.shape[1]
     most = min(row.shape[0] * columns, max(columns, LOOKUP_PAGES))
-    runs = spread(jnp.where(state.prefixes.enabled, count, 0), most)
+    is_given = given < state.slots.num_slots
+    runs = spread(jnp.where(state.prefixes.enabled | is_given, count, 0), most)
     asks, column = row[runs.owner], begin[runs.owner] + runs.number
     page = find(
         state.prefixes,
@@ -64,6 +68,8 @@ def lookup(state: EngineState, row: jax.Array, begin: jax.Array, count: jax.Arra
         requests.namespace[asks],
         before[runs.owner],
     )
+    there = state.slots.page_table[jnp.minimum(given, state.slots.num_slots - 1)[runs.owner], column]
+    page = jnp.where(is_given[runs.owner], jnp.where(runs.used, there, SCRATCH_PAGE), page)
     return Found(page, runs.owner, column)
 
 
@@ -77,7 +83,8 @@ def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
     num_pages = slots.num_pages + pages
     tokens = pages * state.pool.page_size
     again = requests.preempted[slots.request]
-    first = jnp.where(again, 0, tokens)
+    # What a fork begins with was counted when its parent came in.
+    first = jnp.where(again | (requests.parent[slots.request] != NO_ROW), 0, tokens)
     # What a slot without a request names is meaningless, and so it gains nothing.
     cached_tokens = requests.cached_tokens.at[slots.request].add(first)
     hits = jnp.sum(first, dtype=jnp.int32)
@@ -96,7 +103,7 @@ def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
         record=replace(
             state.record,
             prefix_hits=state.record.prefix_hits + hits,
-            recovered=state.record.recovered + jnp.sum(tokens - first, dtype=jnp.int32),
+            recovered=state.record.recovered + jnp.sum(jnp.where(again, tokens, 0), dtype=jnp.int32),
         ),
     )
 
@@ -108,7 +115,8 @@ def attach(state: EngineState) -> EngineState:
     runs = slots.occupied & (state.requests.status[slots.request] == Status.RUNNING)
     at_end = runs & (slots.computed % page_size == 0)
     more = jnp.maximum(shareable(state.requests.known[slots.request], page_size) - page, 0)
-    found = lookup(state, slots.request, page, jnp.where(at_end, more, 0), _page_before(state, page))
+    nobody = jnp.full_like(page, slots.num_slots)
+    found = lookup(state, slots.request, page, jnp.where(at_end, more, 0), _page_before(state, page), nobody)
     return pin(state, found, jnp.arange(slots.num_slots, dtype=jnp.int32))
 
 

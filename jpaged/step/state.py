@@ -47,6 +47,10 @@ class Finish(IntEnum):
 
 #: Fills unused places of `stop_ids`: no token has this id.
 NO_TOKEN = -1
+#: Names no request.
+NO_UID = -1
+#: The parent of a request that has none.
+NO_ROW = -1
 
 
 @jax.tree_util.register_dataclass
@@ -73,10 +77,16 @@ class Requests:
     prefix_hash: jax.Array  # [R, M, 2] uint32, of all tokens up to the end of each page, or up to `known`
     cached_tokens: jax.Array  # [R] int32, tokens of the prompt that it found computed; not those found when resumed
     preempted: jax.Array  # [R] bool, whether it has ever lost its slot
+    parent: jax.Array  # [R] int32, row whose pages it waits for, to begin with them; NO_ROW: none, or it has begun
 
     @property
     def num_rows(self) -> int:
         return self.status.shape[0]
+
+    @property
+    def live(self) -> jax.Array:
+        """`[R]` bool, whether there is a request that has not ended."""
+        return (self.status == Status.WAITING) | (self.status == Status.RUNNING)
 
 
 @jax.tree_util.register_dataclass
@@ -205,6 +215,7 @@ def make_state(
         temperature=jnp.zeros(rows, jnp.float32), top_k=row_ints, top_p=jnp.ones(rows, jnp.float32),
         min_p=jnp.zeros(rows, jnp.float32), seed=jnp.zeros(rows, jnp.uint32), namespace=row_ints,
         prefix_hash=jnp.zeros((rows, pages, 2), jnp.uint32), cached_tokens=row_ints, preempted=jnp.zeros(rows, bool),
+        parent=jnp.full(rows, NO_ROW, jnp.int32),
     )  # fmt: skip
     state = EngineState(
         pool=KVPool.zeros(
@@ -251,6 +262,7 @@ class Submission:
     seed: Any
     namespace: Any
     priority: Any
+    parent: Any  # [N] int32, uid of the request of the same tokens whose pages it begins with; NO_UID: none
 
     @classmethod
     def empty(cls, size: int, max_model_len: int) -> Submission:
@@ -261,12 +273,13 @@ class Submission:
             prompt_len=ints.copy(), max_len=ints.copy(), min_len=ints.copy(),
             stop_ids=np.full((size, MAX_STOP_TOKENS), NO_TOKEN, np.int32), temperature=floats.copy(),
             top_k=ints.copy(), top_p=np.ones(size, np.float32), min_p=floats.copy(), seed=np.zeros(size, np.uint32),
-            namespace=ints.copy(), priority=ints.copy(),
+            namespace=ints.copy(), priority=ints.copy(), parent=np.full(size, NO_UID, np.int32),
         )  # fmt: skip
 
 
 def submit(state: EngineState, batch: Submission) -> EngineState:
-    """Puts the valid requests of `batch` at the end of the queue, in order.
+    """Puts the valid requests of `batch` at the end of the queue, in order. A parent may stand in the same batch,
+    before its forks; a fork of one that has ended is a request like any other.
 
     There must be that many FREE rows: requests that find none are dropped. `Engine` counts; who drives the state by
     hand has `max_num_seqs + max_queue` rows.
@@ -295,6 +308,8 @@ def submit(state: EngineState, batch: Submission) -> EngineState:
         cached_tokens=requests.cached_tokens.at[row].set(0, mode="drop"),
         preempted=requests.preempted.at[row].set(False, mode="drop"),
     )
+    parent = rows_of(requests, batch.parent)
+    requests = replace(requests, parent=requests.parent.at[row].set(parent, mode="drop"))
     submitted = state.counters.submitted + jnp.sum(batch.valid, dtype=jnp.uint32)
     return replace(state, requests=requests, counters=replace(state.counters, submitted=submitted))
 
@@ -302,7 +317,12 @@ def submit(state: EngineState, batch: Submission) -> EngineState:
 def abort(state: EngineState, uids: jax.Array) -> EngineState:
     """Marks the live requests named in `uids` `[N] int32` ABORTED. The next eviction takes their pages back."""
     requests = state.requests
-    live = (requests.status == Status.WAITING) | (requests.status == Status.RUNNING)
     named = jnp.any(requests.uid[:, None] == uids, axis=1)
-    status = jnp.where(live & named, Status.ABORTED, requests.status)
+    status = jnp.where(requests.live & named, Status.ABORTED, requests.status)
     return replace(state, requests=replace(requests, status=status))
+
+
+def rows_of(requests: Requests, uids: jax.Array) -> jax.Array:
+    """The rows `[N]` of the live requests named in `uids` `[N] int32`; NO_ROW for those that are not there."""
+    named = requests.live & (requests.uid == uids[:, None])
+    return jnp.where(jnp.any(named, axis=1), jnp.argmax(named, axis=1).astype(jnp.int32), NO_ROW)

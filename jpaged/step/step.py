@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jpaged.pool import Decoder, StepBatch
 from jpaged.step.admit import admit
 from jpaged.step.evict import evict, preempt
+from jpaged.step.fork import copy_tails, disown
 from jpaged.step.pack import pack
 from jpaged.step.prefix import token_hash
 from jpaged.step.sample import SampleInputs, sample
@@ -26,6 +27,7 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> E
         preempt   the youngest make room where pages run out
         admit     the head of the queue gets slots, and pages that hold its first tokens already
         schedule  tokens for each slot within the budget, and the pages they need
+        copy      the last page of a parent, for a fork that goes on in its own
         pack      one batch without gaps
         forward   the model computes it, writing keys and values into the pool
         sample    a token for each request that has no more tokens to compute
@@ -36,8 +38,9 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> E
     What happened is in `state.record`. Pure: use it under `jax.jit`, with the state donated.
     """
     state = preempt(evict(state), budget)
-    state = admit(state, budget)
+    state, copied = admit(state, budget)
     state, tokens = schedule(state, budget)
+    state = copy_tails(state, copied, budget)
     batch, slot_of_row = pack(state, tokens, budget)
     logits, pool = decoder(params, state.pool, batch)
     state = replace(state, pool=pool)
@@ -69,7 +72,7 @@ def demand(state: EngineState) -> jax.Array:
     """Tokens `[] int32` that the next step computes if no budget limits it: what running requests want, and those
     who would be admitted from the queue."""
     unlimited = state.requests.tokens.size
-    return jnp.sum(grant(admit(state, unlimited), unlimited), dtype=jnp.int32)
+    return jnp.sum(grant(admit(state, unlimited)[0], unlimited), dtype=jnp.int32)
 
 
 def _sample_inputs(state: EngineState, batch: StepBatch, slot_of_row: jax.Array) -> SampleInputs:
@@ -117,6 +120,8 @@ def _finish(
     finish = jnp.where(slots.occupied & (tokens > 0) & ~healthy, Finish.ERROR, finish).astype(jnp.int32)
 
     new_row = jnp.where(sampled, row, requests.num_rows)
+    failed = jnp.zeros(requests.num_rows, bool)
+    failed = failed.at[jnp.where(finish == Finish.ERROR, row, requests.num_rows)].set(True, mode="drop")
     end_row = jnp.where(finish != Finish.NOT, row, requests.num_rows)
     # The page that the new token goes to, and the hash of what stands before it there.
     page, offset = jnp.divmod(known - 1, state.pool.page_size)
@@ -128,6 +133,7 @@ def _finish(
         tokens=requests.tokens.at[new_row, known - 1].set(token, mode="drop"),
         known=requests.known.at[new_row].set(known, mode="drop"),
         status=requests.status.at[end_row].set(Status.FINISHED, mode="drop"),
+        parent=disown(requests, failed),
     )
     total = jnp.sum(tokens, dtype=jnp.uint32)
     counters = replace(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.drive import Ask, compiled, jit_abort, jit_submit, submission
+from support.drive import Ask, compiled, jit_abort, jit_fork, jit_submit, submission
 from support.oracle import OracleEngine, OracleRecord
 from support.stubs import STUB_SHAPE, HistoryDecoder, Traces
 
@@ -20,11 +20,14 @@ from jpaged.config import EngineConfig
 from jpaged.policy import first_come_first_served, longest_prefix_hit_first, shortest_prompt_first
 from jpaged.step import EngineState, Status, evict, make_state, share, violations
 from jpaged.step.share import LOOKUP_PAGES
+from jpaged.step.state import NO_ROW
 
 NAN_TOKEN = 31
 DECODER = HistoryDecoder(vocab=32, nan_token=NAN_TOKEN)
 BUDGETS = {1: (5, 24), 4: (2, 5, 24), 16: (5, 24)}  # by page size
 SUBMIT, BURST, BURST_BUDGET = 2, 3, 5
+#: Of stories, by page size, in which all that is rare happens.
+SEEDS = {1: 100, 4: 401, 16: 1600}
 
 
 # Prompts begin alike: with one of these, cut somewhere. Two differ at once, and two later.
@@ -73,9 +76,17 @@ class Pair:
         for ask in asks:
             self.oracle.submit(
                 ask.uid, ask.prompt, max_len=ask.max_len, min_len=ask.min_len, stop_ids=ask.stop_ids,
-                namespace=ask.namespace, priority=ask.priority,
+                namespace=ask.namespace, priority=ask.priority, parent=ask.parent,
             )  # fmt: skip
         self.compare()
+
+    def fork(self, uid: int) -> None:
+        if self.oracle.free_rows:
+            one = (np.array([value], np.int32) for value in (uid, self.next_uid))
+            self.state = jit_fork(self.state, *one, np.zeros(1, np.uint32))
+            self.oracle.fork(uid, self.next_uid)
+            self.next_uid += 1
+            self.compare()
 
     def abort(self, uid: int) -> None:
         self.state = jit_abort(self.state, jnp.array([uid, -1], jnp.int32))
@@ -135,6 +146,9 @@ class Pair:
                 assert state.requests.arrival[row] == request.arrival
                 assert state.requests.known[row] == known
                 assert state.requests.cached_tokens[row] == request.cached_tokens
+                parent = state.requests.parent[row]
+                assert (parent == NO_ROW) == (request.parent is None)
+                assert request.parent is None or oracle.rows[parent] is request.parent
                 assert state.requests.tokens[row, :known].tolist() == request.tokens
         for name in (
             "submitted", "steps", "computed_tokens", "padded_tokens", "preemptions", "prefix_queries", "prefix_hits"
@@ -173,6 +187,8 @@ def stories(page_size: int):
         step,
         st.tuples(st.just("burst"), st.just(BURST_BUDGET)),
         st.tuples(st.just("abort"), st.integers(1, 8)),
+        st.tuples(st.just("fork"), st.integers(1, 8)),
+        st.tuples(st.just("continuations"), requests(longest)),
     )
     return st.lists(operation, min_size=1, max_size=25)
 
@@ -181,8 +197,10 @@ def apply(pair: Pair, operation: tuple) -> None:
     kind, value = operation
     if kind == "submit":
         pair.submit(*value)
-    elif kind == "abort":
-        pair.abort(max(pair.next_uid - value, 0))
+    elif kind == "continuations":
+        pair.submit(value, value | {"parent": pair.next_uid})
+    elif kind in ("abort", "fork"):
+        getattr(pair, kind)(max(pair.next_uid - value, 0))
     else:
         getattr(pair, kind)(value)
 
@@ -237,15 +255,21 @@ class Dice:
 def random_story(pair: Pair, steps: int, budgets: tuple[int, ...], *, bursts=True, priorities=False) -> None:
     """Submissions, often of one prompt twice, aborts, bursts and steps at random; then steps until nobody is left."""
     page_size = pair.config.page_size
-    dice = Dice(np.random.default_rng(page_size), CONFIGS[page_size].max_model_len, priorities)
+    dice = Dice(np.random.default_rng(SEEDS[page_size]), CONFIGS[page_size].max_model_len, priorities)
     while pair.oracle.steps < steps:
         throw = dice.rng.random()
         if throw < 0.3 and pair.oracle.free_rows:
             one, other = dice.request(), dice.request()
-            if throw < 0.15:
+            if throw < 0.2:
                 other = other | {name: one[name] for name in ("prompt", "namespace", "max_len")}
+            if throw < 0.07:
+                other |= {"parent": pair.next_uid}
             pair.submit(one, other)
-        elif throw < 0.32:
+            if throw < 0.05:
+                pair.submit(other, other)
+        elif throw < 0.31:
+            pair.fork(int(dice.rng.integers(max(pair.next_uid - 8, 0), pair.next_uid + 1)))
+        elif throw < 0.33:
             pair.abort(int(dice.rng.integers(max(pair.next_uid - 8, 0), pair.next_uid + 1)))
         elif throw < 0.4 and bursts:
             pair.burst()
@@ -264,6 +288,8 @@ def test_500_random_steps_lose_no_page(page_size):
     assert pair.oracle.preemptions > 5, "the pool was not tight enough"
     for event in ("evicted", "recovered", "attached", "waited", "given back", "filled twice in a step"):
         assert pair.oracle.seen[event] > 0, f"the story has no page that was {event}"
+    for event in ("forked", "inherited", *(["copied"] if page_size > 1 else [])):
+        assert pair.oracle.seen[event] > 0, f"the story has no request that was {event}"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.pool import Decoder
-from jpaged.step import EngineState, Finish, Submission, abort, make_state, run, step, submit, violations
+from jpaged.step import EngineState, Finish, Submission, abort, fork, make_state, run, step, submit, violations
 from support.stubs import STUB_SHAPE
 
 
@@ -33,6 +33,7 @@ class Ask:
     seed: int = 0
     namespace: int = 0
     priority: int = 0
+    parent: int = -1
 
 
 def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = None) -> Submission:
@@ -46,6 +47,7 @@ def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = Non
         batch.stop_ids[index, : len(ask.stop_ids)] = ask.stop_ids
         for name in (
             "uid", "max_len", "min_len", "temperature", "top_k", "top_p", "min_p", "seed", "namespace", "priority",
+            "parent",
         ):  # fmt: skip
             getattr(batch, name)[index] = getattr(ask, name)
     return batch
@@ -77,6 +79,7 @@ def compiled(decoder: Decoder, budget: int, steps: int | None = None):
 
 jit_submit = jax.jit(submit, donate_argnums=0)
 jit_abort = jax.jit(abort, donate_argnums=0)
+jit_fork = jax.jit(fork, donate_argnums=0)
 
 
 class Driver:
@@ -91,6 +94,12 @@ class Driver:
     def submit(self, *asks: Ask) -> None:
         self.got |= {ask.uid: Got() for ask in asks}
         self.state = jit_submit(self.state, submission(self.config, asks))
+
+    def fork(self, uid: int, new_uid: int, seed: int = 0) -> None:
+        """What `new_uid` got includes what `uid` has by then."""
+        self.got[new_uid] = replace(self.got[uid], tokens=[*self.got[uid].tokens], logprobs=[*self.got[uid].logprobs])
+        uids, new_uids, seeds = (np.array([value]) for value in (uid, new_uid, seed))
+        self.state = jit_fork(self.state, uids.astype(np.int32), new_uids.astype(np.int32), seeds.astype(np.uint32))
 
     def abort(self, *uids: int) -> None:
         self.state = jit_abort(self.state, jnp.array(uids, jnp.int32))

@@ -1,10 +1,12 @@
 """The scheduler again, in lists and dicts: what `jpaged.step` says it does, written without an array.
 
 evict     what ended leaves its slot and row
+          of those that are to begin with its pages the first gets the slot, and the pages of what it knows
 preempt   the largest number of first requests stays whose new pages nobody holds, or only those who go; then the
           largest number with which the head of the queue comes in, if those who go all stand behind it
 admit     in the order of the admission policy, while there are slots, something of the budget, and pages; with the
-          pages that hold its first tokens
+          pages that hold its first tokens; a fork when its parent has computed all that it knows but the last token,
+          with the parent's full pages
 schedule  one token each, in the order of the victim policy, then the rest of the budget, in that order; nothing for one
           who is about to compute the page that one before it has to compute; pages that hold nothing first, lowest
           first, then those used longest ago, the deepest first
@@ -20,11 +22,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jpaged.config import EngineConfig
 from jpaged.policy import by_priority, first_come_first_served, longest_prefix_hit_first, shortest_prompt_first
 from jpaged.step import Finish, Status
+from jpaged.step.fork import COPIES
 from jpaged.step.share import LOOKUP_PAGES
 from support.stubs import HistoryDecoder
 
@@ -44,6 +47,7 @@ class OracleRequest:
     cached_tokens: int = 0
     preempted: bool = False
     failed: bool = False
+    parent: OracleRequest | None = None
 
 
 @dataclass
@@ -99,11 +103,13 @@ POLICIES = {
 
 
 class OracleEngine:
-    """An engine of `config` over a `HistoryDecoder`. `lookup_pages` is `share.LOOKUP_PAGES`."""
+    """An engine of `config` over a `HistoryDecoder`. `lookup_pages` is `share.LOOKUP_PAGES`, `copies` `fork.COPIES`."""
 
-    def __init__(self, config: EngineConfig, decoder: HistoryDecoder, lookup_pages: int = LOOKUP_PAGES):
+    def __init__(
+        self, config: EngineConfig, decoder: HistoryDecoder, lookup_pages: int = LOOKUP_PAGES, copies: int = COPIES
+    ):
         assert config.num_pages is not None
-        self.config, self.decoder = config, decoder
+        self.config, self.decoder, self.copies = config, decoder, copies
         self.rows: list[OracleRequest | None] = [None] * (config.max_num_seqs + config.max_queue)
         self.slots: list[OracleSlot | None] = [None] * config.max_num_seqs
         self.all_pages = range(1, config.num_pages + 1)
@@ -120,17 +126,31 @@ class OracleEngine:
     def free_rows(self) -> int:
         return sum(row is None for row in self.rows)
 
-    def submit(self, uid, prompt, *, max_len, min_len=0, stop_ids=(), namespace=0, priority=0) -> None:
+    def submit(self, uid, prompt, *, max_len, min_len=0, stop_ids=(), namespace=0, priority=0, parent=-1) -> None:
         row = self.rows.index(None)
         self.rows[row] = OracleRequest(
-            uid, self.submitted, list(prompt), max_len, min_len, tuple(stop_ids), namespace, priority, len(prompt)
+            uid, self.submitted, list(prompt), max_len, min_len, tuple(stop_ids), namespace, priority, len(prompt),
+            parent=self.live(parent),
         )  # fmt: skip
         self.submitted += 1
 
+    def fork(self, uid: int, new_uid: int) -> None:
+        if parent := self.live(uid):
+            tokens = [*parent.tokens]
+            new = replace(
+                parent, uid=new_uid, arrival=self.submitted, tokens=tokens, parent=parent, status=Status.WAITING,
+                cached_tokens=0, preempted=False,
+            )  # fmt: skip
+            self.rows[self.rows.index(None)] = new
+            self.submitted += 1
+
+    def live(self, uid: int) -> OracleRequest | None:
+        live = (r for r in self.rows if r and r.status in (Status.WAITING, Status.RUNNING))
+        return next((request for request in live if request.uid == uid), None)
+
     def abort(self, uid: int) -> None:
-        for request in self.rows:
-            if request and request.uid == uid and request.status in (Status.WAITING, Status.RUNNING):
-                request.status = Status.ABORTED
+        if request := self.live(uid):
+            request.status = Status.ABORTED
 
     # The step's parts
 
@@ -142,8 +162,19 @@ class OracleEngine:
         return POLICIES[self.config.victim](self, request)
 
     def waiting(self) -> list[OracleRequest]:
-        queue = [r for r in self.rows if r and r.status == Status.WAITING]
+        queue = [r for r in self.rows if r and r.status == Status.WAITING and self.ready(r)]
         return sorted(queue, key=lambda r: (POLICIES[self.config.admission](self, r), r.arrival))
+
+    def slot_of(self, request: OracleRequest | None) -> OracleSlot | None:
+        return next((slot for slot in self.slots if slot and slot.request is request), None)
+
+    def ready(self, request: OracleRequest) -> bool:
+        if request.parent is None:
+            return True
+        slot = self.slot_of(request.parent)
+        if slot is None or slot.computed < len(request.tokens) - 1:
+            return False
+        return not self.config.enable_prefix_caching or slot.entered == slot.computed // self.config.page_size
 
     def cached_tokens(self, request: OracleRequest) -> int:
         columns = range(self.shareable(request))
@@ -182,10 +213,15 @@ class OracleEngine:
         return (len(request.tokens) - 1) // self.config.page_size if self.config.enable_prefix_caching else 0
 
     def lookup(self, asks: list[tuple[OracleRequest, list[int], int]]) -> list[list[int]]:
-        """For each request, the pages it has, and how many more it asks for: those that are found."""
+        """For each request, the pages it has, and how many more it asks for: those that are found; of a fork, those
+        that its parent has."""
         left, answers = self.lookup_pages, []
         for request, pages, more in asks:
             found: list[int] = []
+            if slot := self.slot_of(request.parent):
+                answers.append(slot.pages[:more])
+                left -= more
+                continue
             for column in range(len(pages), len(pages) + min(more, left)):
                 page = self.found.get(self.prefix(request, column))
                 if page is None or (column and not found and not self.holds(pages[-1], request, column - 1)):
@@ -208,7 +244,7 @@ class OracleEngine:
         if request.preempted:
             self.seen["recovered"] += tokens
             record.recovered += tokens
-        else:
+        elif request.parent is None:
             request.cached_tokens += tokens
             record.prefix_hits += tokens
             self.prefix_hits += tokens
@@ -287,8 +323,40 @@ class OracleEngine:
         over = (Status.FINISHED, Status.ABORTED)
         for slot in self.running():
             if slot.request.status in over:
-                self.empty(slot)
+                self.hand_on(slot)
+        for row in self.rows:
+            if row and row.status in over and (orphans := self.forks_of(row)):
+                self.adopt(orphans)
         self.rows = [None if row and row.status in over else row for row in self.rows]
+
+    def forks_of(self, parent: OracleRequest) -> list[OracleRequest]:
+        """Those that have not begun, the first of them first."""
+        waiting = (r for r in self.rows if r and r.status == Status.WAITING and r.parent is parent)
+        return sorted(waiting, key=lambda request: request.arrival)
+
+    def adopt(self, orphans: list[OracleRequest]) -> None:
+        orphans[0].parent = None
+        for other in orphans[1:]:
+            other.parent = orphans[0]
+
+    def hand_on(self, slot: OracleSlot) -> None:
+        orphans = self.forks_of(slot.request)
+        if not orphans:
+            self.empty(slot)
+            return
+        self.seen["inherited"] += 1
+        heir, page_size = orphans[0], self.config.page_size
+        slot.computed = min(slot.computed, len(heir.tokens) - 1)
+        full = slot.computed // page_size
+        if slot.computed % page_size:
+            last = slot.pages[full]
+            others = (page for other in self.slots if other and other is not slot for page in other.pages)
+            if last in self.found.values() or last in others:
+                slot.computed = full * page_size
+        slot.pages = slot.pages[: self.pages_of(slot.computed)]
+        slot.entered = min(slot.entered, full)
+        slot.request, heir.status = heir, Status.RUNNING
+        self.adopt(orphans)
 
     def preempt(self, budget: int) -> tuple[int, int]:
         """How many lost their slots, and the tokens they had computed."""
@@ -318,6 +386,8 @@ class OracleEngine:
         """The fewest without whom the head of the queue comes in, and who all stand behind it."""
         running, queue = self.running(), self.waiting()
         for stay in range(len(running), -1, -1) if queue else ():
+            if any(slot.request is queue[0].parent for slot in running[stay:]):
+                break
             if any(self.stands(slot.request) <= self.stands(queue[0]) for slot in running[stay:]):
                 break
             tokens = sum(slot.want for slot in running[:stay])
@@ -335,26 +405,34 @@ class OracleEngine:
         in_use, asked = self.in_use, 0
         queue = self.waiting()[: len(self.slots)]
         answers = self.lookup([(request, [], self.shareable(request)) for request in queue])
-        entering = []
+        entering, copies = [], 0
         for request, found in zip(queue, answers, strict=True):
             asked += self.shareable(request)
             own = self.pages_of(len(request.tokens)) - len(set(found) & in_use)
             ahead = len(before) + len(entering)  # each may soon begin a page
             self.seen["left out of a lookup"] += asked > self.lookup_pages
-            fits = ahead < len(self.slots) and tokens < budget and asked <= self.lookup_pages
+            computed = len(found) * self.config.page_size if request.parent is None else len(request.tokens) - 1
+            copies += computed % self.config.page_size > 0
+            self.seen["too many copies"] += copies > self.copies
+            fits = ahead < len(self.slots) and tokens < budget and asked <= self.lookup_pages and copies <= self.copies
             if not fits or spoken_for + ahead + own > len(self.all_pages) - len(in_use):
                 break
-            tokens += len(request.tokens) - len(found) * self.config.page_size
+            tokens += len(request.tokens) - computed
             spoken_for += own
             entering.append((request, found))
         for request, found in entering:
             request.status = Status.RUNNING
             slot = OracleSlot(request)
             self.slots[self.slots.index(None)] = slot
-            if not request.preempted:
+            if not request.preempted and request.parent is None:
                 record.prefix_queries += len(request.tokens)
                 self.prefix_queries += len(request.tokens)
             self.pin(slot, found, record)
+            if request.parent:
+                slot.computed = len(request.tokens) - 1
+                self.seen["forked"] += 1
+                self.seen["copied"] += slot.computed % self.config.page_size > 0
+                request.parent = None
         record.admitted = len(entering)
 
     def step(self, budget: int) -> OracleRecord:
@@ -391,7 +469,7 @@ class OracleEngine:
         for page in self.in_use:
             self.last_used[page] = self.steps
         record.running = len(self.running())
-        record.waiting = len(self.waiting())
+        record.waiting = sum(row is not None and row.status == Status.WAITING for row in self.rows)
         record.pages_in_use = len(self.in_use)
         record.pages_cached = len(self.cached)
         fill = {
@@ -417,6 +495,8 @@ class OracleEngine:
         preferred = self.decoder.following(request.tokens[: slot.computed])
         if preferred is None:
             finish, request.failed = Finish.ERROR, True
+            for orphan in self.forks_of(request):
+                orphan.parent = None
         elif slot.want:
             return
         else:

@@ -110,7 +110,7 @@ def test_who_comes_in(budget, waiting, num_pages, admitted, why):
     state = picture((0, 9, 8), EMPTY, (1, 7, 6), EMPTY, waiting=waiting, num_pages=12)
     if num_pages < 12:  # somebody holds the rest
         state = replace(state, refcount=state.refcount.at[num_pages + 1 :].set(1))
-    after = admit(state, budget)
+    after, _ = admit(state, budget)
     assert int(after.record.admitted) == admitted, why
     assert after.slots.occupied.tolist() == [True, admitted > 0, True, admitted > 1]
     rows = [2, 3][:admitted]
@@ -123,7 +123,7 @@ def test_who_comes_in(budget, waiting, num_pages, admitted, why):
 def test_the_head_of_the_queue_comes_into_an_empty_engine_whatever_its_size():
     """Progress: a request as large as the pool is admitted once nobody runs."""
     state = picture(EMPTY, EMPTY, EMPTY, EMPTY, waiting=(40,), num_pages=10)
-    assert int(admit(state, 1).record.admitted) == 1
+    assert int(admit(state, 1)[0].record.admitted) == 1
 
 
 @pytest.mark.parametrize(
