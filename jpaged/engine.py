@@ -27,7 +27,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.pool import Decoder
 from jpaged.request import FinishReason, Request
 from jpaged.stats import EngineStats, StepStats, TokenEvent
-from jpaged.step import EngineState, Finish, Submission, abort, demand, evict, make_state, run, submit
+from jpaged.step import NO_UID, EngineState, Finish, Submission, abort, demand, evict, fork, make_state, run, submit
 from jpaged.submission import Namespaces, check_request, fill_row
 
 logger = logging.getLogger("jpaged")
@@ -61,6 +61,12 @@ def _abort(state: EngineState, uids: jax.Array) -> tuple[EngineState, jax.Array]
     return state, demand(state)
 
 
+@partial(jax.jit, donate_argnums=0)
+def _fork(state: EngineState, branch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[EngineState, jax.Array]:
+    state = fork(state, *branch)
+    return state, demand(state)
+
+
 class Engine:
     """Continuous batching over a paged KV cache.
 
@@ -82,8 +88,8 @@ class Engine:
         self._seeds = np.random.default_rng(config.seed)
         self._programs: dict[int, Any] = {}
         self._helpers: dict[Any, Any] = {}
-        self._uids: dict[str, int] = {}  # by request id, of requests that have not ended
-        self._requests: dict[int, Request] = {}  # by uid
+        self._uids: dict[str, list[int]] = {}  # by request id, of continuations that have not ended
+        self._requests: dict[int, Request] = {}  # by uid, each of one continuation
         self._pending: list[int] = []  # uids that wait on the host, by priority and then in order
         self._on_device: set[int] = set()
         self._next_uid = 0
@@ -191,6 +197,7 @@ class Engine:
             self.program(budget)
         self._put(Submission.empty(_SUBMIT_BATCH, self.max_model_len))
         self._drop([])
+        self._branch(NO_UID, NO_UID, 0)
 
     @property
     def num_programs(self) -> int:
@@ -224,10 +231,48 @@ class Engine:
         self.check(request)
         if request.request_id in self._uids:
             raise ValueError(f"request id {request.request_id!r} is in use by a request that has not ended")
+        uids = self._uids[request.request_id] = []
+        for continuation in request.continuations():
+            self._next_uid += 1
+            uids.append(self._next_uid)
+            self._requests[self._next_uid] = continuation
+            bisect.insort(self._pending, self._next_uid, key=lambda uid: (self._requests[uid].priority, uid))
+
+    def fork(self, request_id: str, new_request_id: str, *, index: int = 0, seed: int | None = None) -> None:
+        """Branches a running generation: a new request with all that continuation `index` of `request_id` has by now,
+        and with its rules, which goes on by itself. Its events begin with the next token. Pages are shared; see
+        `jpaged.step.fork`.
+
+        Args:
+            seed: of the new request from here on; None: the engine draws one.
+
+        Raises:
+            ValueError: there is no such continuation in the state, as it has ended or waits on the host still; the new
+                id is in use; or the state has no room for another request.
+        """
+        names = {self._requests[uid].index: uid for uid in self._uids.get(request_id, ()) if uid in self._on_device}
+        if index not in names:
+            raise ValueError(
+                f"continuation {index} of request {request_id!r} cannot be branched: those that have begun and not "
+                f"ended are {sorted(names)}"
+            )
+        if new_request_id in self._uids:
+            raise ValueError(f"request id {new_request_id!r} is in use by a request that has not ended")
+        rows = self.config.max_num_seqs + self.config.max_queue
+        if len(self._on_device) >= rows:
+            raise ValueError(f"all {rows} rows (max_num_seqs + max_queue) have requests; abort one, or let one end")
+        request = self._requests[names[index]]
+        seed = int(self._seeds.integers(2**32)) if seed is None else seed
+        params = replace(request.params, seed=seed)
         self._next_uid += 1
-        self._uids[request.request_id] = self._next_uid
-        self._requests[self._next_uid] = request
-        bisect.insort(self._pending, self._next_uid, key=lambda uid: (self._requests[uid].priority, uid))
+        self._branch(names[index], self._next_uid, seed)
+        self._uids[new_request_id] = [self._next_uid]
+        self._requests[self._next_uid] = replace(request, request_id=new_request_id, params=params, index=0)
+        self._on_device.add(self._next_uid)
+
+    def _branch(self, uid: int, new_uid: int, seed: int) -> None:
+        branch = tuple(np.array([value], dtype) for value, dtype in ((uid, "i4"), (new_uid, "i4"), (seed, "u4")))
+        self._state, self._demand = self._helper(_fork, branch)
 
     def _feed(self) -> None:
         """Moves requests from the host's queue into free rows of the state."""
@@ -236,14 +281,17 @@ class Engine:
             batch = Submission.empty(_SUBMIT_BATCH, self.max_model_len)
             for place in range(min(_SUBMIT_BATCH, len(self._pending), rows - len(self._on_device))):
                 uid = self._pending.pop(0)
-                self._on_device.add(uid)
                 request = self._requests[uid]
+                others = (other for other in self._uids[request.request_id] if other in self._on_device)
+                parent = next(others, NO_UID)
+                self._on_device.add(uid)
                 fill_row(
                     batch, place, uid, request, self.model_config, max_model_len=self.max_model_len,
                     seed=int(self._seeds.integers(2**32)),
                     namespace=self._namespaces.number(
                         request.cache_salt, self.weight_version, most=max(_NAMESPACES, self.num_pages)
                     ),
+                    parent=parent,
                 )  # fmt: skip
             self._put(batch)
 
@@ -292,7 +340,8 @@ class Engine:
         if not full:
             return []
         self._pending = [uid for uid in self._pending if uid not in set(full)]
-        events = [TokenEvent(self._requests[uid].request_id, None, 0.0, FinishReason.LENGTH) for uid in full]
+        ended = (self._requests[uid] for uid in full)
+        events = [TokenEvent(r.request_id, None, 0.0, FinishReason.LENGTH, index=r.index) for r in ended]
         for uid in full:
             self._forget(uid)
         return events
@@ -316,7 +365,7 @@ class Engine:
             self._forget(uid)
         return TokenEvent(
             request.request_id, token, float(record.logprob[slot]), FINISH_REASONS.get(finish), stop_reason,
-            int(record.cached_tokens[slot]),
+            int(record.cached_tokens[slot]), request.index,
         )  # fmt: skip
 
     def _note(self, record: Any, budget: int) -> None:
@@ -345,7 +394,10 @@ class Engine:
         )
 
     def _forget(self, uid: int) -> None:
-        del self._uids[self._requests.pop(uid).request_id]
+        name = self._requests.pop(uid).request_id
+        self._uids[name].remove(uid)
+        if not self._uids[name]:
+            del self._uids[name]
         self._on_device.discard(uid)
 
     # -- requests out
@@ -353,7 +405,7 @@ class Engine:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Gives requests up, waiting or running; nobody uses their pages when this returns. Unknown ids are ignored:
         a request may have ended a moment ago."""
-        uids = {self._uids[name] for name in request_ids if name in self._uids}
+        uids = {uid for name in request_ids for uid in self._uids.get(name, ())}
         on_device = [uid for uid in uids if uid in self._on_device]
         self._pending = [uid for uid in self._pending if uid not in uids]
         for uid in uids:
@@ -362,7 +414,7 @@ class Engine:
             self._drop(on_device)
 
     def _drop(self, uids: Sequence[int]) -> None:
-        named = np.full(self.config.max_num_seqs + self.config.max_queue, -1, np.int32)  # -1 names nobody
+        named = np.full(self.config.max_num_seqs + self.config.max_queue, NO_UID, np.int32)
         named[: len(uids)] = uids
         self._state, self._demand = self._helper(_abort, named)
 

@@ -42,13 +42,14 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """A piece of one prompt's continuation: what came since its last event."""
+    """A piece of one continuation of a prompt: what came since its last event."""
 
     index: int  # of the prompt in the call
     delta_text: str
     delta_token_ids: tuple[int, ...]
-    finished: bool
+    finished: bool  # whether this continuation has ended; `output.finished`: all of the prompt's
     output: RequestOutput  # all of it so far
+    continuation: int = 0  # its index in `output.outputs`
 
 
 class LLM:
@@ -92,7 +93,7 @@ class LLM:
         # Held for a burst, never between two pieces of a stream.
         self._lock = threading.Lock()
         # Of each request in the engine, where its events go and what turns them into text.
-        self._routes: dict[str, tuple[deque[StreamEvent], _Continuation]] = {}
+        self._routes: dict[str, tuple[deque[StreamEvent], _Output]] = {}
         self._abandoned: deque[str] = deque()
 
     # -- generation
@@ -238,7 +239,7 @@ class LLM:
             start = time.perf_counter()
             for event in self._stream(requests):
                 tokens += len(event.delta_token_ids)
-                if event.finished:
+                if event.output.finished:
                     outputs[event.index] = event.output
                     bar.update(1)
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.1f} output tokens/s", refresh=False)
@@ -256,14 +257,14 @@ class LLM:
             with self._lock:
                 for number, request in enumerate(requests):
                     self.engine.submit(request)
-                    self._routes[request.request_id] = arrived, _Continuation(number, request, self.tokenizer)
+                    self._routes[request.request_id] = arrived, _Output(number, request, self.tokenizer)
             while open_:
                 with self._lock:
                     if not arrived:
                         self._burst(open_)
                 while arrived:
                     piece = arrived.popleft()
-                    if piece.finished:
+                    if piece.output.finished:
                         open_.remove(piece.output.request_id)
                     yield piece
         finally:
@@ -286,11 +287,11 @@ class LLM:
             for event in engine.burst():
                 now_seen.setdefault(event.request_id, []).append(event)
             for name, events in now_seen.items():
-                arrived, continuation = self._routes[name]
-                piece = continuation.add(events)
-                if piece.finished:
+                arrived, output = self._routes[name]
+                pieces = output.add(events)
+                if pieces[-1].output.finished:
                     del self._routes[name]
-                arrived.append(piece)
+                arrived.extend(pieces)
         except BaseException:
             self._routes.clear()
             engine.abort_all()
@@ -384,27 +385,60 @@ class LLM:
         )
 
 
-class _Continuation:
+class _Output:
     """One request's output as it grows."""
 
     def __init__(self, number: int, request: Request, tokenizer: Tokenizer):
         self.number = number
         self._request = request
-        self._tokenizer = tokenizer
-        self._text = IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
-        self._completion = CompletionOutput(0, "", [], 0.0, [])
+        self._continuations = [_Continuation(index, request, tokenizer) for index in range(request.params.n)]
         self._metrics = RequestMetrics(arrival_s=time.monotonic())
         self._cached_tokens = 0
 
-    def add(self, events: list[TokenEvent]) -> StreamEvent:
-        completion, delta, ids = self._completion, "", []
+    def add(self, events: list[TokenEvent]) -> list[StreamEvent]:
+        """What is new, a piece of each continuation that got something."""
+        of_each: dict[int, list[TokenEvent]] = {}
         for event in events:
-            self._cached_tokens = event.num_cached_tokens
+            of_each.setdefault(event.index, []).append(event)
+            if event.index == 0:  # the others begin with its pages
+                self._cached_tokens = event.num_cached_tokens
+            if event.token_id is not None and self._metrics.first_token_s is None:
+                self._metrics.first_token_s = time.monotonic()
+        return [self._piece(index, own) for index, own in of_each.items()]
+
+    def _piece(self, index: int, events: list[TokenEvent]) -> StreamEvent:
+        delta, ids = self._continuations[index].add(events)
+        outputs = [continuation.completion for continuation in self._continuations]
+        finished = all(output.finished() for output in outputs)
+        if finished:
+            self._metrics.finished_s = time.monotonic()
+        output = RequestOutput(
+            request_id=self._request.request_id,
+            prompt=self._request.prompt,
+            prompt_token_ids=list(self._request.prompt_token_ids),
+            outputs=outputs,
+            finished=finished,
+            metrics=self._metrics,
+            num_cached_tokens=self._cached_tokens,
+        )
+        return StreamEvent(self.number, delta, ids, outputs[index].finished(), output, index)
+
+
+class _Continuation:
+    """One continuation as it grows."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer):
+        self.completion = CompletionOutput(index, "", [], 0.0, [])
+        self._tokenizer = tokenizer
+        self._text = IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
+
+    def add(self, events: list[TokenEvent]) -> tuple[str, tuple[int, ...]]:
+        """The text and the ids that are new."""
+        completion, delta, ids = self.completion, "", []
+        for event in events:
             completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
             if event.token_id is None:
                 continue
-            if self._metrics.first_token_s is None:
-                self._metrics.first_token_s = time.monotonic()
             ids.append(event.token_id)
             # The token that stopped it is one of token_ids, not of the text.
             if event.finish_reason != FinishReason.STOP:
@@ -412,22 +446,11 @@ class _Continuation:
             decoded = self._tokenizer.decode([event.token_id], skip_special_tokens=False)
             completion.logprobs.append({event.token_id: Logprob(event.logprob, decoded)})
             completion.cumulative_logprob += event.logprob
-        finished = completion.finish_reason is not None
-        if finished:
+        if completion.finished():
             delta += self._text.finish()
-            self._metrics.finished_s = time.monotonic()
         completion.text += delta
         completion.token_ids.extend(ids)
-        output = RequestOutput(
-            request_id=self._request.request_id,
-            prompt=self._request.prompt,
-            prompt_token_ids=list(self._request.prompt_token_ids),
-            outputs=[completion],
-            finished=finished,
-            metrics=self._metrics,
-            num_cached_tokens=self._cached_tokens,
-        )
-        return StreamEvent(self.number, delta, tuple(ids), finished, output)
+        return delta, tuple(ids)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -26,11 +26,13 @@ class SamplingParams:
     """How to continue a prompt.
 
     Args:
+        n: continuations of the prompt, which is computed once for all of them.
         temperature: 0 is greedy: the largest logit, the lowest id on a tie.
         top_k: keep the `top_k` largest logits (the lowest ids on a tie); 0 and -1 keep all.
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; in (0, 1].
         min_p: drop tokens less probable than `min_p` times the most probable one; in [0, 1].
-        seed: makes sampling reproducible, whatever else runs at the time; None: the engine draws one.
+        seed: makes sampling reproducible, whatever else runs at the time; None: the engine draws one. Continuation i
+            has the seed `seed + i`.
         max_tokens: the most tokens to generate; None: as many as max_model_len leaves.
         min_tokens: no end-of-sequence or stop token is sampled before this many were generated.
         stop_token_ids: end after generating one of these; it is part of `token_ids`, not of `text`.
@@ -40,6 +42,7 @@ class SamplingParams:
         ValueError: naming the field, the value given, and what is allowed.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -52,6 +55,7 @@ class SamplingParams:
 
     def __post_init__(self):
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check("n", self.n, int, lambda v: v >= 1, "at least 1")
         _check("temperature", self.temperature, float, lambda v: math.isfinite(v) and v >= 0, "finite, at least 0")
         _check("top_k", self.top_k, int, lambda v: -1 <= v < 2**31, "-1 or 0 (all tokens) or a positive count")
         _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "in (0, 1]")
@@ -83,7 +87,7 @@ def _check(name, value, kind, allowed, words):
 @dataclass(frozen=True)
 class Request:
     """A checked prompt on its way to the engine. `prompt_token_ids` is never empty. Only requests of the same
-    `cache_salt` share pages."""
+    `cache_salt` share pages. `index` is that of one of its continuations."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -91,6 +95,15 @@ class Request:
     prompt: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    index: int = 0
+
+    def continuations(self) -> list[Request]:
+        """Its `params.n` continuations, each with a seed of its own if there is a seed."""
+        seed = self.params.seed
+        return [
+            replace(self, index=i, params=replace(self.params, n=1, seed=None if seed is None else (seed + i) % 2**32))
+            for i in range(self.params.n)
+        ]
 
     def __post_init__(self):
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):

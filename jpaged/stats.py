@@ -9,7 +9,7 @@ from jpaged.request import FinishReason
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A request got a token, or ended, or both. `token_id` is None where it ended without one."""
+    """A continuation of a request got a token, or ended, or both. `token_id` is None where it ended without one."""
 
     request_id: str
     token_id: int | None
@@ -17,6 +17,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0  # of the request's prompt, found computed
+    index: int = 0  # of the continuation
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jpaged.models.config import ModelConfig
 from jpaged.request import MAX_STOP_TOKENS, Request
+from jpaged.step import NO_UID
 
 
 def stop_ids(request: Request, model: ModelConfig) -> list[int]:
@@ -38,9 +39,10 @@ def check_request(request: Request, model: ModelConfig, *, max_model_len: int, p
 
 def fill_row(
     batch: Any, place: int, uid: int, request: Request, model: ModelConfig, *, max_model_len: int, seed: int,
-    namespace: int,
+    namespace: int, parent: int = NO_UID,
 ) -> None:  # fmt: skip
-    """Writes `request` into row `place` of a `Submission` of numpy arrays. `seed` is used where it names none."""
+    """Writes `request` into row `place` of a `Submission` of numpy arrays. `seed` is used where it names none; `parent`
+    is the uid of another continuation of the same prompt."""
     params, prompt = request.params, request.prompt_token_ids
     stops = stop_ids(request, model)
     new_tokens = max_model_len if params.max_tokens is None else params.max_tokens
@@ -58,6 +60,7 @@ def fill_row(
     batch.seed[place] = seed if params.seed is None else params.seed
     batch.namespace[place] = namespace
     batch.priority[place] = request.priority
+    batch.parent[place] = parent
 
 
 class Namespaces:

@@ -154,7 +154,7 @@ class StaticEngine:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises ValueError for one that can never run here."""
         self.check(request)
-        self._pending.append(request)
+        self._pending.extend(request.continuations())
 
     @property
     def has_work(self) -> bool:
@@ -250,7 +250,7 @@ class StaticEngine:
             new = int(token[row]) if sampled[row] else None
             stop = new if finish == Finish.STOP and new in request.params.stop_token_ids else None
             reason: FinishReason | None = FINISH_REASONS.get(finish)
-            events.append(TokenEvent(request.request_id, new, float(logprob[row]), reason, stop))
+            events.append(TokenEvent(request.request_id, new, float(logprob[row]), reason, stop, index=request.index))
             if finish != Finish.NOT:
                 del self._running[int(row)]
         return events

@@ -9,6 +9,7 @@ from jpaged.step.check import violations
 from jpaged.step.evict import evict
 from jpaged.step.fork import fork
 from jpaged.step.state import (
+    NO_UID,
     EngineState,
     Finish,
     Requests,
@@ -23,6 +24,6 @@ from jpaged.step.state import (
 from jpaged.step.step import demand, run, step
 
 __all__ = [
-    "EngineState", "Finish", "Requests", "Slots", "Status", "StepRecord", "Submission", "abort", "demand", "evict",
-    "fork", "make_state", "run", "step", "submit", "violations",
+    "NO_UID", "EngineState", "Finish", "Requests", "Slots", "Status", "StepRecord", "Submission", "abort", "demand",
+    "evict", "fork", "make_state", "run", "step", "submit", "violations",
 ]  # fmt: skip

@@ -36,20 +36,22 @@ def model():
     return decoder, params, checkpoint.config
 
 
-def requests_of(cases) -> list[Request]:
-    return [
-        Request(str(c["id"]), tuple(c["prompt_token_ids"]), SamplingParams(temperature=0, max_tokens=c["max_tokens"]))
-        for c in cases
-    ]
+def requests_of(cases, n: int = 1) -> list[Request]:
+    params = [SamplingParams(temperature=0, max_tokens=c["max_tokens"], n=n) for c in cases]
+    each = zip(cases, params, strict=True)
+    return [Request(str(c["id"]), tuple(c["prompt_token_ids"]), own) for c, own in each]
 
 
-def run(engine, requests) -> dict[str, dict]:
+def run(engine, requests) -> dict[str, list[dict]]:
+    """By request, its continuations."""
     for request in requests:
         engine.submit(request)
-    found = {r.request_id: {"token_ids": [], "logprobs": [], "reason": None} for r in requests}
+    found = {
+        r.request_id: [{"token_ids": [], "logprobs": [], "reason": None} for _ in range(r.params.n)] for r in requests
+    }
     while engine.has_work:
         for event in engine.burst():
-            one = found[event.request_id]
+            one = found[event.request_id][event.index]
             if event.token_id is not None:
                 one["token_ids"].append(event.token_id)
                 one["logprobs"].append(event.logprob)
@@ -59,10 +61,10 @@ def run(engine, requests) -> dict[str, dict]:
 
 def assert_golden(found, cases=CASES):
     for case in cases:
-        one = found[str(case["id"])]
-        assert one["token_ids"] == case["output_token_ids"], f"case {case['id']}"
-        assert one["reason"] == case["finish_reason"]
-        assert one["logprobs"] == pytest.approx(case["logprobs"], abs=1e-3)
+        for one in found[str(case["id"])]:
+            assert one["token_ids"] == case["output_token_ids"], f"case {case['id']}"
+            assert one["reason"] == case["finish_reason"]
+            assert one["logprobs"] == pytest.approx(case["logprobs"], abs=1e-3)
 
 
 def test_messages_and_texts_become_the_same_tokens_and_text():
@@ -117,15 +119,32 @@ def test_in_reverse_with_pages_of_one_token_and_a_budget_of_16(model):
     assert engine.stats().prefix_hits - before == sum(len(c["prompt_token_ids"]) - 1 for c in CASES)
 
 
-def test_preemption_and_bursts(model):
-    """The pool holds hardly more than the longest request: requests are thrown out and start again."""
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_preemption_and_bursts(model, n, share):
+    """The pool holds hardly more than the longest request: requests are thrown out and start again, forks as well."""
     config = replace(
-        CONFIG, num_pages=-(-LONGEST // 16) + 4, max_num_batched_tokens=64, token_budgets=(16, 64), steps_per_burst=3
-    )
+        CONFIG, num_pages=-(-LONGEST // 16) + 4, max_num_batched_tokens=64, token_budgets=(16, 64), steps_per_burst=3,
+        enable_prefix_caching=share,
+    )  # fmt: skip
+    cases = CASES if n == 1 else CASES[:: len(CASES) // 6]
     engine = Engine(*model, config)
-    assert_golden(run(engine, requests_of(CASES)))
+    assert_golden(run(engine, requests_of(cases, n)), cases)
     assert engine.stats().preemptions > 0
     assert engine.stats().in_use_pages == 0
+
+
+def test_three_continuations_of_each_prompt(model):
+    """Each prompt is computed once, and its last token by each; by static batching, three times."""
+    for share in (True, False):
+        engine = Engine(*model, replace(CONFIG, enable_prefix_caching=share))
+        assert_golden(run(engine, requests_of(CASES, 3)))
+        prompts = sum(len(c["prompt_token_ids"]) for c in CASES)
+        outputs = sum(3 * (len(c["output_token_ids"]) - 1) for c in CASES)
+        computed = engine.stats().useful_row_steps
+        assert computed <= prompts + 2 * len(CASES) + outputs
+        assert share or computed == prompts + 2 * len(CASES) + outputs
+    assert_golden(run(StaticEngine(*model, batch_size=8, max_model_len=LONGEST), requests_of(CASES[:5], 3)), CASES[:5])
 
 
 def test_static_batching_gives_the_same_tokens(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -97,7 +97,8 @@ class Driver:
 
     def fork(self, uid: int, new_uid: int, seed: int = 0) -> None:
         """What `new_uid` got includes what `uid` has by then."""
-        self.got[new_uid] = replace(self.got[uid], tokens=[*self.got[uid].tokens], logprobs=[*self.got[uid].logprobs])
+        old = self.got[uid]
+        self.got[new_uid] = Got([*old.tokens], [*old.logprobs], [*old.steps])
         uids, new_uids, seeds = (np.array([value]) for value in (uid, new_uid, seed))
         self.state = jit_fork(self.state, uids.astype(np.int32), new_uids.astype(np.int32), seeds.astype(np.uint32))
 

@@ -157,6 +157,31 @@ def test_stream_is_generate_in_pieces(llm):
     assert sorted(ended) == [0, 1, 2]
 
 
+def test_several_continuations_of_a_prompt(llm):
+    """In the order of `index`, each with its text, its ids and its end; a stream names whose piece it is."""
+    params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)
+    one, other = llm.generate(["one", "two two"], params, use_tqdm=False)
+    for output in (one, other):
+        assert [completion.index for completion in output.outputs] == [0, 1, 2]
+        assert len({completion.text for completion in output.outputs}) == 3
+        for completion in output.outputs:
+            own = replace(params, n=1, seed=4 + completion.index)
+            alone = llm.generate(output.prompt, own, use_tqdm=False)[0].outputs[0]
+            assert (alone.text, alone.token_ids) == (completion.text, completion.token_ids)
+            assert alone.cumulative_logprob == pytest.approx(completion.cumulative_logprob, abs=1e-4)
+            assert completion.finish_reason == "length"
+    texts, ended = {}, []
+    for event in llm.stream(["one", "two two"], params):
+        place = event.index, event.continuation
+        assert place not in ended and event.output.outputs[event.continuation].finished() == event.finished
+        texts[place] = texts.get(place, "") + event.delta_text
+        ended += [place] * event.finished
+        assert event.output.finished == all((event.index, index) in ended for index in range(3))
+    assert texts == {(i, c.index): c.text for i, output in enumerate((one, other)) for c in output.outputs}
+    with pytest.raises(ValueError, match="n must be at least 1; got 0"):
+        SamplingParams(n=0)
+
+
 def test_streams_that_are_open_at_once_do_not_hinder_each_other(llm):
     """NB: two streams taken in turn, a generate within them, and a stream that is kept and never finished. Catches: a
     lock held between two pieces, and events of another stream's request."""
