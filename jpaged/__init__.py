@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from jpaged.config import EngineConfig
     from jpaged.engine import Engine
     from jpaged.llm import LLM, StreamEvent
-    from jpaged.request import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+    from jpaged.request import (
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
+        CompletionOutput,
+        FinishReason,
+        Logprob,
+        RequestOutput,
+        SamplingParams,
+    )
     from jpaged.stats import EngineStats
     from jpaged.tokenizer import Tokenizer
 
@@ -28,6 +37,9 @@ _HOME = {
     "EngineStats": "stats",
     "LLM": "llm",
     "StreamEvent": "llm",
+    "BeamSearchOutput": "request",
+    "BeamSearchParams": "request",
+    "BeamSearchSequence": "request",
     "CompletionOutput": "request",
     "FinishReason": "request",
     "Logprob": "request",
@@ -37,8 +49,9 @@ _HOME = {
 }
 
 __all__ = [
-    "LLM", "CompletionOutput", "Engine", "EngineConfig", "EngineStats", "FinishReason", "Logprob",
-    "RequestOutput", "SamplingParams", "StreamEvent", "Tokenizer", "__version__",
+    "LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput", "Engine", "EngineConfig",
+    "EngineStats", "FinishReason", "Logprob", "RequestOutput", "SamplingParams", "StreamEvent", "Tokenizer",
+    "__version__",
 ]  # fmt: skip
 
 

@@ -27,7 +27,20 @@ from jpaged.models.config import ModelConfig
 from jpaged.pool import Decoder
 from jpaged.request import FinishReason, Request
 from jpaged.stats import EngineStats, StepStats, TokenEvent
-from jpaged.step import NO_UID, EngineState, Finish, Submission, abort, demand, evict, fork, make_state, run, submit
+from jpaged.step import (
+    NO_UID,
+    EngineState,
+    Finish,
+    Submission,
+    abort,
+    advance,
+    demand,
+    evict,
+    fork,
+    make_state,
+    run,
+    submit,
+)
 from jpaged.submission import Namespaces, check_request, fill_row
 
 logger = logging.getLogger("jpaged")
@@ -46,7 +59,7 @@ FINISH_REASONS = {
 }
 
 # Jitted once, here, so that a second engine of the same sizes finds the programs of the first.
-_run = jax.jit(run, static_argnums=0, static_argnames=("budget", "steps"), donate_argnums=2)
+_run = jax.jit(run, static_argnums=0, static_argnames=("budget", "steps", "candidates"), donate_argnums=2)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -64,6 +77,12 @@ def _abort(state: EngineState, uids: jax.Array) -> tuple[EngineState, jax.Array]
 @partial(jax.jit, donate_argnums=0)
 def _fork(state: EngineState, branch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[EngineState, jax.Array]:
     state = fork(state, *branch)
+    return state, demand(state)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _advance(state: EngineState, beams: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[EngineState, jax.Array]:
+    state = advance(state, *beams)
     return state, demand(state)
 
 
@@ -86,7 +105,7 @@ class Engine:
         self._decoder = decoder
         self._params = params
         self._seeds = np.random.default_rng(config.seed)
-        self._programs: dict[int, Any] = {}
+        self._programs: dict[tuple[int, int], Any] = {}  # by token budget and candidates
         self._helpers: dict[Any, Any] = {}
         self._uids: dict[str, list[int]] = {}  # by request id, of continuations that have not ended
         self._requests: dict[int, Request] = {}  # by uid, each of one continuation
@@ -165,23 +184,26 @@ class Engine:
 
     # -- programs
 
-    def _lower(self, config: EngineConfig, budget: int) -> Any:
+    def _lower(self, config: EngineConfig, budget: int, candidates: int = 0) -> Any:
         state = jax.eval_shape(partial(self._make_state, config))
-        return _run.lower(self._decoder, self._params, state, budget=budget, steps=self._steps(config, budget))
+        steps = self._steps(config, budget)
+        return _run.lower(
+            self._decoder, self._params, state, budget=budget, steps=steps, candidates=candidates
+        )  # fmt: skip
 
     @staticmethod
     def _steps(config: EngineConfig, budget: int) -> int:
         """Steps in a burst. One that can hold a long prompt is followed by a look at what is wanted next."""
         return (config.steps_per_burst or 1) if budget <= config.max_num_seqs else 1
 
-    def program(self, budget: int) -> Any:
-        """The compiled burst of a token budget: (parameters, state) -> (state, records, demand); see `step.run`. The
-        state is donated. Compiled the first time."""
-        if budget not in self._programs:
+    def program(self, budget: int, candidates: int = 0) -> Any:
+        """The compiled burst of a token budget, which offers so many candidates to requests that are held: (parameters,
+        state) -> (state, records, demand); see `step.run`. The state is donated. Compiled the first time."""
+        if (budget, candidates) not in self._programs:
             start = time.perf_counter()
-            self._programs[budget] = self._lower(self.config, budget).compile()
+            self._programs[budget, candidates] = self._lower(self.config, budget, candidates).compile()
             self.compile_seconds += time.perf_counter() - start
-        return self._programs[budget]
+        return self._programs[budget, candidates]
 
     def _helper(self, function: Any, argument: Any) -> Any:
         """Runs a small program on the state, compiled the first time."""
@@ -192,7 +214,8 @@ class Engine:
         return self._helpers[function](self._state, argument)
 
     def warmup(self) -> None:
-        """Compiles every program there is, so that none is compiled while requests wait."""
+        """Compiles every program there is, so that none is compiled while requests wait; but for those that offer
+        candidates, of which there is one for each number of them."""
         for budget in self.config.budgets:
             self.program(budget)
         self._put(Submission.empty(_SUBMIT_BATCH, self.max_model_len))
@@ -201,7 +224,7 @@ class Engine:
 
     @property
     def num_programs(self) -> int:
-        """Programs compiled so far. After `warmup` it never grows."""
+        """Programs compiled so far. After `warmup` it grows only when candidates are asked for."""
         return len(self._programs) + len(self._helpers)
 
     def program_text(self, budget: int) -> str:
@@ -270,6 +293,16 @@ class Engine:
         self._requests[self._next_uid] = replace(request, request_id=new_request_id, params=params, index=0)
         self._on_device.add(self._next_uid)
 
+    def advance(self, request_id: str, moves: Sequence[tuple[int, int]]) -> None:
+        """Lets a request with candidates go on: its continuation i is from now on what continuation `moves[i][0]` is,
+        and the token `moves[i][1]` after it. All of these have been offered candidates since they last went on."""
+        uids = {self._requests[uid].index: uid for uid in self._uids[request_id]}
+        size = self.config.max_num_seqs
+        beams = np.full((3, size), NO_UID, np.int32)
+        for index, (source, token) in enumerate(moves):
+            beams[:, index] = uids[index], uids[source], token
+        self._state, self._demand = self._helper(_advance, tuple(beams))
+
     def _branch(self, uid: int, new_uid: int, seed: int) -> None:
         branch = tuple(np.array([value], dtype) for value, dtype in ((uid, "i4"), (new_uid, "i4"), (seed, "u4")))
         self._state, self._demand = self._helper(_fork, branch)
@@ -322,16 +355,22 @@ class Engine:
         if not self.has_work:
             return events
         self._feed()
-        budget = self._budget(int(self._demand))
-        program = self.program(budget)
+        candidates = self._candidates()
+        budget = self._budget(int(self._demand), candidates)
+        program = self.program(budget, candidates)
         self._state, records, self._demand = program(self._params, self._state)
         return events + self._read(jax.device_get(records), budget)
 
-    def _budget(self, wanted: int) -> int:
+    def _candidates(self) -> int:
+        """Those that the next burst offers: a power of two, so that there are few programs, or the vocabulary."""
+        most = max(request.candidates for request in self._requests.values())
+        return min(1 << (most - 1).bit_length(), self.model_config.vocab_size) if most else 0
+
+    def _budget(self, wanted: int, candidates: int) -> int:
         """The token budget for a step that would compute `wanted` tokens: the smallest compiled one that holds them,
         unless more than half of it would be padding; then the smallest there is, which is compiled first."""
         best = next((b for b in self.config.budgets if b >= wanted), self.config.budgets[-1])
-        compiled = min((b for b in self._programs if b >= best), default=best)
+        compiled = min((b for b, c in self._programs if b >= best and c == candidates), default=best)
         return compiled if compiled <= 2 * wanted else best
 
     def _too_long_to_start(self) -> list[TokenEvent]:
@@ -351,7 +390,7 @@ class Engine:
         for index in range(records.uid.shape[0]):
             record = jax.tree.map(lambda a, i=index: a[i], records)
             self._note(record, budget)
-            for slot in np.flatnonzero(record.sampled | (record.finish != Finish.NOT)):
+            for slot in np.flatnonzero(record.sampled | record.offered | (record.finish != Finish.NOT)):
                 events.append(self._event(record, int(slot)))
         return events
 
@@ -361,11 +400,15 @@ class Engine:
         token = int(record.token[slot]) if record.sampled[slot] else None
         finish = Finish(int(record.finish[slot]))
         stop_reason = token if finish == Finish.STOP and token in request.params.stop_token_ids else None
+        candidates = None
+        if record.offered[slot]:
+            offers = record.candidates[slot], record.candidate_logprobs[slot]
+            candidates = tuple(array[: request.candidates].tolist() for array in offers)
         if finish != Finish.NOT:
             self._forget(uid)
         return TokenEvent(
             request.request_id, token, float(record.logprob[slot]), FINISH_REASONS.get(finish), stop_reason,
-            int(record.cached_tokens[slot]), request.index,
+            int(record.cached_tokens[slot]), request.index, candidates,
         )  # fmt: skip
 
     def _note(self, record: Any, budget: int) -> None:

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import jax
 import jax.numpy as jnp
 from tqdm import TqdmWarning
 
+from jpaged.beam import Beam, BeamSearch, Candidates
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import load_decoder
 from jpaged.models.loading import load_checkpoint, resolve
 from jpaged.request import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSearchSequence,
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -31,6 +36,7 @@ from jpaged.request import (
     SamplingParams,
 )
 from jpaged.stats import EngineStats, TokenEvent
+from jpaged.submission import stop_ids
 from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
 
 with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain bar
@@ -92,8 +98,9 @@ class LLM:
         self._ids = itertools.count()
         # Held for a burst, never between two pieces of a stream.
         self._lock = threading.Lock()
+        self._beam_lock = threading.Lock()  # held for a whole call
         # Of each request in the engine, where its events go and what turns them into text.
-        self._routes: dict[str, tuple[deque[StreamEvent], _Output]] = {}
+        self._routes: dict[str, tuple[deque[Any], _Output | _Beams]] = {}
         self._abandoned: deque[str] = deque()
 
     # -- generation
@@ -162,9 +169,80 @@ class LLM:
         """Like `chat`, but yields each piece of text as it comes. Stopping early aborts what is left."""
         return self._stream(self._chat_requests(messages, sampling_params, priority))
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """The most probable continuations of prompts, by beam search; see `jpaged.beam`. A prompt is computed once, and
+        beams share pages as far as they are the same.
+
+        Args:
+            prompts, use_tqdm: as in `generate`.
+            params: for all prompts.
+
+        Returns:
+            One output a prompt, in the order of the prompts.
+
+        Raises:
+            ValueError: also for more beams than `max_num_seqs`, or than the pool has pages for.
+        """
+        requests = self._requests(prompts, params.sampling_params(), 0, self._num_candidates(params))
+        needs = [self._beam_pages(number, request) for number, request in enumerate(requests)]
+        outputs: dict[str, BeamSearchOutput] = {}
+        waiting, open_ = deque(zip(requests, needs, strict=True)), dict[str, int]()
+        arrived: deque[BeamSearchOutput] = deque()
+        # One call at a time: beams that wait for each other's pages would wait for ever.
+        with tqdm(total=len(requests), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar, self._beam_lock:
+            try:
+                while waiting or open_:
+                    with self._lock:
+                        while waiting and self._beams_fit(params, [*open_.values(), waiting[0][1]]):
+                            request, pages = waiting.popleft()
+                            open_[request.request_id] = pages
+                            self.engine.submit(request)
+                            search = _Beams(params, request, self.tokenizer, self.engine)
+                            self._routes[request.request_id] = arrived, search
+                        self._burst(open_.keys())
+                    while arrived:
+                        output = arrived.popleft()
+                        outputs[output.request_id] = output
+                        del open_[output.request_id]
+                        bar.update(1)
+            finally:
+                self._abandoned.extend(open_)
+                with self._lock:
+                    self._drop_abandoned()
+        return [outputs[request.request_id] for request in requests]
+
+    def _num_candidates(self, params: BeamSearchParams) -> int:
+        model = self.model_config
+        ends = stop_ids(params.sampling_params(), model)
+        return BeamSearch.num_candidates(params.beam_width, ends, model.vocab_size)
+
+    def _beam_pages(self, number: int, request: Request) -> int:
+        """Pages that the beams of a request need at most, so that none of them ever waits for another.
+
+        Raises:
+            ValueError: they are more than there are, or the beams more than the slots, or nothing can follow.
+        """
+        width, prompt, config = request.params.n, len(request.prompt_token_ids), self.config
+        if prompt >= self.engine.max_model_len:
+            raise ValueError(f"prompt {number} has {prompt} tokens: nothing can follow within max_model_len")
+        total = -(-min(prompt + (request.params.max_tokens or 0), self.engine.max_model_len) // config.page_size)
+        # Each has its own from the end of the prompt on, and admission keeps one for each to grow into.
+        pages = total + (width - 1) * (total - prompt // config.page_size) + width
+        if width > config.max_num_seqs or pages > self.engine.num_pages:
+            raise ValueError(
+                f"prompt {number}: {width} beams need {width} slots and up to {pages} pages at the same time; there "
+                f"are {config.max_num_seqs} slots (max_num_seqs) and {self.engine.num_pages} pages"
+            )
+        return pages
+
+    def _beams_fit(self, params: BeamSearchParams, pages: list[int]) -> bool:
+        return len(pages) * params.beam_width <= self.config.max_num_seqs and sum(pages) <= self.engine.num_pages
+
     # -- from prompts to requests
 
-    def _requests(self, prompts: Any, sampling_params: Any, priority: Any) -> list[Request]:
+    def _requests(self, prompts: Any, sampling_params: Any, priority: Any, candidates: int = 0) -> list[Request]:
         if _is_one_prompt(prompts):
             prompts = [prompts]
         texts, ids, salts = [], [], []
@@ -173,7 +251,7 @@ class LLM:
             texts.append(text)
             ids.append(tokens)
             salts.append(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None)
-        return self._checked(texts, ids, salts, sampling_params, priority)
+        return self._checked(texts, ids, salts, sampling_params, priority, candidates)
 
     def _chat_requests(self, messages: Any, sampling_params: Any, priority: Any) -> list[Request]:
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
@@ -207,7 +285,9 @@ class LLM:
                 return None, values
         raise ValueError(f"prompt {number} must be a text or a list of token ids, got {prompt!r:.80}")
 
-    def _checked(self, texts: list, ids: list, salts: list, sampling_params: Any, priority: Any) -> list[Request]:
+    def _checked(
+        self, texts: list, ids: list, salts: list, sampling_params: Any, priority: Any, candidates: int = 0
+    ) -> list[Request]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(ids)
         else:
@@ -223,7 +303,7 @@ class LLM:
             if not isinstance(own, SamplingParams):
                 raise ValueError(f"prompt {number}: sampling parameters must be SamplingParams, got {own!r:.80}")
             try:
-                request = Request(str(next(self._ids)), tuple(tokens), own, text, salt, prior)
+                request = Request(str(next(self._ids)), tuple(tokens), own, text, salt, prior, candidates=candidates)
                 self.engine.check(request)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
@@ -276,7 +356,7 @@ class LLM:
                 finally:
                     self._lock.release()
 
-    def _burst(self, waiting: set[str]) -> None:
+    def _burst(self, waiting: AbstractSet[str]) -> None:
         """Runs a burst and gives what came out to those it belongs to. `waiting` are the caller's requests."""
         self._drop_abandoned()
         engine = self.engine
@@ -288,10 +368,9 @@ class LLM:
                 now_seen.setdefault(event.request_id, []).append(event)
             for name, events in now_seen.items():
                 arrived, output = self._routes[name]
-                pieces = output.add(events)
-                if pieces[-1].output.finished:
+                arrived.extend(output.add(events))
+                if output.finished:
                     del self._routes[name]
-                arrived.extend(pieces)
         except BaseException:
             self._routes.clear()
             engine.abort_all()
@@ -395,6 +474,10 @@ class _Output:
         self._metrics = RequestMetrics(arrival_s=time.monotonic())
         self._cached_tokens = 0
 
+    @property
+    def finished(self) -> bool:
+        return all(continuation.completion.finished() for continuation in self._continuations)
+
     def add(self, events: list[TokenEvent]) -> list[StreamEvent]:
         """What is new, a piece of each continuation that got something."""
         of_each: dict[int, list[TokenEvent]] = {}
@@ -409,15 +492,14 @@ class _Output:
     def _piece(self, index: int, events: list[TokenEvent]) -> StreamEvent:
         delta, ids = self._continuations[index].add(events)
         outputs = [continuation.completion for continuation in self._continuations]
-        finished = all(output.finished() for output in outputs)
-        if finished:
+        if self.finished:
             self._metrics.finished_s = time.monotonic()
         output = RequestOutput(
             request_id=self._request.request_id,
             prompt=self._request.prompt,
             prompt_token_ids=list(self._request.prompt_token_ids),
             outputs=outputs,
-            finished=finished,
+            finished=self.finished,
             metrics=self._metrics,
             num_cached_tokens=self._cached_tokens,
         )
@@ -451,6 +533,57 @@ class _Continuation:
         completion.text += delta
         completion.token_ids.extend(ids)
         return delta, tuple(ids)
+
+
+class _Beams:
+    """One request's beam search, and how its rounds go on in the engine."""
+
+    def __init__(self, params: BeamSearchParams, request: Request, tokenizer: Tokenizer, engine: Engine):
+        self._request, self._tokenizer, self._engine = request, tokenizer, engine
+        ends = stop_ids(request.params, engine.model_config)
+        room = engine.max_model_len - len(request.prompt_token_ids)
+        self._search = BeamSearch(params, ends, min(params.max_tokens, room))
+        self._awaited = params.beam_width  # all of them come in before the first round
+        self._offers: dict[int, Candidates] = {}
+
+    @property
+    def finished(self) -> bool:
+        return self._search.finished
+
+    def add(self, events: list[TokenEvent]) -> list[BeamSearchOutput]:
+        search = self._search
+        for event in events:
+            if event.candidates is not None:  # again, if it was preempted: the same
+                self._offers[event.index] = Candidates(*event.candidates)
+            elif event.finish_reason is not None and not self.finished:
+                search.end(event.finish_reason)
+        if not self.finished and len(self._offers) == self._awaited:
+            moves = search.advance([self._offers[index] for index in range(len(search.beams))])
+            self._awaited, self._offers = len(moves), {}
+            if moves:
+                self._engine.advance(self._request.request_id, moves)
+        if not self.finished:
+            return []
+        self._engine.abort([self._request.request_id])
+        request, penalty = self._request, search.params.length_penalty
+        sequences = [self._sequence(beam, beam.score(penalty)) for beam in search.best()]
+        return [BeamSearchOutput(request.request_id, request.prompt, list(request.prompt_token_ids), sequences)]
+
+    def _sequence(self, beam: Beam, score: float) -> BeamSearchSequence:
+        text = IncrementalDetokenizer(self._tokenizer, self._request.prompt_token_ids)
+        stopped = beam.finish_reason == FinishReason.STOP
+        # The token that stopped it is one of its tokens, not of the text.
+        words = text.push(list(beam.token_ids[: len(beam.token_ids) - stopped])) + text.finish()
+        last = beam.token_ids[-1] if beam.token_ids else None
+        return BeamSearchSequence(
+            tokens=[*self._request.prompt_token_ids, *beam.token_ids],
+            text=words,
+            logprobs=list(beam.logprobs),
+            cum_logprob=beam.cum_logprob,
+            score=score,
+            finish_reason=beam.finish_reason,
+            stop_reason=last if stopped and last in self._request.params.stop_token_ids else None,
+        )
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -75,6 +75,41 @@ class SamplingParams:
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How to search for the most probable continuations of a prompt; see `jpaged.beam`.
+
+    Args:
+        beam_width: continuations that go on at a time, and that come out.
+        max_tokens: the most tokens to generate.
+        length_penalty: a score is the log-probability over the number of generated tokens to this power: 0 favours the
+            probable, and the short; the larger it is, the longer ones.
+        stop_token_ids: end after one of these, beside the model's own end-of-sequence tokens.
+        ignore_eos: generate through the model's own end-of-sequence tokens.
+
+    Raises:
+        ValueError: naming the field, the value given, and what is allowed.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        _check("beam_width", self.beam_width, int, lambda v: v >= 1, "at least 1")
+        _check("length_penalty", self.length_penalty, float, math.isfinite, "finite")
+        object.__setattr__(self, "stop_token_ids", self.sampling_params().stop_token_ids)
+
+    def sampling_params(self) -> SamplingParams:
+        """What the engine needs to know of each beam."""
+        return SamplingParams(
+            n=self.beam_width, temperature=0, max_tokens=self.max_tokens, stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+        )  # fmt: skip
+
+
 def _check(name, value, kind, allowed, words):
     numeric = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
     if not numeric:  # numpy scalars say what they are through __index__ / __float__
@@ -87,7 +122,8 @@ def _check(name, value, kind, allowed, words):
 @dataclass(frozen=True)
 class Request:
     """A checked prompt on its way to the engine. `prompt_token_ids` is never empty. Only requests of the same
-    `cache_salt` share pages. `index` is that of one of its continuations."""
+    `cache_salt` share pages. `index` is that of one of its continuations. With `candidates`, nothing is sampled: so
+    many are offered for each token, and `Engine.advance` says which it is."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -96,6 +132,7 @@ class Request:
     cache_salt: str | None = None
     priority: int = 0
     index: int = 0
+    candidates: int = 0
 
     def continuations(self) -> list[Request]:
         """Its `params.n` continuations, each with a seed of its own if there is a seed."""
@@ -134,6 +171,30 @@ class CompletionOutput:
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass
+class BeamSearchSequence:
+    """What a beam search found. `tokens` are the prompt's and those generated, as in vLLM; `logprobs` are of the
+    generated ones, `cum_logprob` is their sum, and `score` what sequences are compared by."""
+
+    tokens: list[int]
+    text: str
+    logprobs: list[float]
+    cum_logprob: float
+    score: float
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """A prompt and the best sequences that begin with it, the best first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jpaged.request import FinishReason
@@ -9,7 +10,8 @@ from jpaged.request import FinishReason
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A continuation of a request got a token, or ended, or both. `token_id` is None where it ended without one."""
+    """A continuation of a request got a token, or ended, or both. `token_id` is None where it ended without one, or
+    was offered candidates in place of one."""
 
     request_id: str
     token_id: int | None
@@ -18,6 +20,7 @@ class TokenEvent:
     stop_reason: int | None = None
     num_cached_tokens: int = 0  # of the request's prompt, found computed
     index: int = 0  # of the continuation
+    candidates: tuple[Sequence[int], Sequence[float]] | None = None  # for its next token, and their log-probabilities
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from jpaged.models.config import ModelConfig
-from jpaged.request import MAX_STOP_TOKENS, Request
+from jpaged.request import MAX_STOP_TOKENS, Request, SamplingParams
 from jpaged.step import NO_UID
 
 
-def stop_ids(request: Request, model: ModelConfig) -> list[int]:
-    """Ids that end `request`: the model's own unless it ignores them, and those it names."""
-    own = () if request.params.ignore_eos else model.eos_token_ids
-    return list(dict.fromkeys((*own, *request.params.stop_token_ids)))
+def stop_ids(params: SamplingParams, model: ModelConfig) -> list[int]:
+    """Ids that end a request: the model's own unless it ignores them, and those it names."""
+    own = () if params.ignore_eos else model.eos_token_ids
+    return list(dict.fromkeys((*own, *params.stop_token_ids)))
 
 
 def check_request(request: Request, model: ModelConfig, *, max_model_len: int, page_size: int, num_pages: int) -> None:
@@ -33,7 +33,9 @@ def check_request(request: Request, model: ModelConfig, *, max_model_len: int, p
             raise ValueError(f"prompt token ids must be integers in [0, {vocab}), got {token!r}")
     if outside := [token for token in request.params.stop_token_ids if token >= vocab]:
         raise ValueError(f"stop_token_ids {outside} lie outside the vocabulary of {vocab}")
-    if (count := len(stop_ids(request, model))) > MAX_STOP_TOKENS:
+    if not 0 <= request.candidates <= vocab:
+        raise ValueError(f"{request.candidates} candidates were asked for; the vocabulary has {vocab}")
+    if (count := len(stop_ids(request.params, model))) > MAX_STOP_TOKENS:
         raise ValueError(f"{count} stop tokens, the model's own included, are more than {MAX_STOP_TOKENS}")
 
 
@@ -44,7 +46,7 @@ def fill_row(
     """Writes `request` into row `place` of a `Submission` of numpy arrays. `seed` is used where it names none; `parent`
     is the uid of another continuation of the same prompt."""
     params, prompt = request.params, request.prompt_token_ids
-    stops = stop_ids(request, model)
+    stops = stop_ids(request.params, model)
     new_tokens = max_model_len if params.max_tokens is None else params.max_tokens
     batch.valid[place] = True
     batch.uid[place] = uid
@@ -60,6 +62,7 @@ def fill_row(
     batch.seed[place] = seed if params.seed is None else params.seed
     batch.namespace[place] = namespace
     batch.priority[place] = request.priority
+    batch.held[place] = request.candidates > 0
     batch.parent[place] = parent
 
 

@@ -5,6 +5,7 @@ state = submit(state, batch)
 state = step(decoder, params, state, budget=16)
 """
 
+from jpaged.step.beam import advance
 from jpaged.step.check import violations
 from jpaged.step.evict import evict
 from jpaged.step.fork import fork
@@ -24,6 +25,6 @@ from jpaged.step.state import (
 from jpaged.step.step import demand, run, step
 
 __all__ = [
-    "NO_UID", "EngineState", "Finish", "Requests", "Slots", "Status", "StepRecord", "Submission", "abort", "demand",
-    "evict", "fork", "make_state", "run", "step", "submit", "violations",
+    "NO_UID", "EngineState", "Finish", "Requests", "Slots", "Status", "StepRecord", "Submission", "abort", "advance",
+    "demand", "evict", "fork", "make_state", "run", "step", "submit", "violations",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.state import NO_ROW, EngineState, Requests, Status, rows_of
 
 #: Forks that come in with a copied page in one step at most: every step moves as many pages, if only the scratch page.
-COPIES = 8
+COPIES = 4
 
 
 def fork(state: EngineState, uids: jax.Array, new_uids: jax.Array, seeds: jax.Array) -> EngineState:
@@ -63,15 +63,18 @@ def fork(state: EngineState, uids: jax.Array, new_uids: jax.Array, seeds: jax.Ar
     return replace(state, requests=Requests(**taken), counters=counters)
 
 
+def slots_of(state: EngineState) -> jax.Array:
+    """The slot `[R]` of each request; S where it has none."""
+    slots, rows = state.slots, state.requests.num_rows
+    row = jnp.where(slots.occupied, slots.request, rows)
+    slot = jnp.arange(slots.num_slots, dtype=jnp.int32)
+    return jnp.full(rows, slots.num_slots, jnp.int32).at[row].set(slot, mode="drop")
+
+
 def parent_slots(state: EngineState) -> jax.Array:
     """The slot `[R]` of each request's parent; S where it has no parent, or that one is not running."""
-    slots, requests = state.slots, state.requests
-    none = slots.num_slots
-    slot = jnp.full(requests.num_rows, none, jnp.int32)
-    slot = slot.at[jnp.where(slots.occupied, slots.request, requests.num_rows)].set(
-        jnp.arange(none, dtype=jnp.int32), mode="drop"
-    )
-    return jnp.where(requests.parent == NO_ROW, none, slot[jnp.maximum(requests.parent, 0)])
+    parent = state.requests.parent
+    return jnp.where(parent == NO_ROW, state.slots.num_slots, slots_of(state)[jnp.maximum(parent, 0)])
 
 
 def ready(state: EngineState) -> jax.Array:

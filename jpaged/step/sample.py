@@ -62,6 +62,16 @@ def sample(logits: jax.Array, inputs: SampleInputs) -> tuple[jax.Array, jax.Arra
     return token, logprob, healthy
 
 
+def candidates(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` most probable tokens `[rows, count]` int32 of logits `[rows, vocab]`, of equal ones the lowest ids
+    first, and their log-probabilities `[rows, count]` float32."""
+    if count == 0:
+        empty = jnp.zeros((logits.shape[0], 0), jnp.float32)
+        return empty.astype(jnp.int32), empty
+    logprobs, tokens = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), count)
+    return tokens, logprobs
+
+
 def _draw(logits: jax.Array, inputs: SampleInputs) -> jax.Array:
     vocab = logits.shape[1]
     # The largest becomes 0 before the division, so that no temperature overflows.

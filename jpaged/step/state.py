@@ -77,6 +77,7 @@ class Requests:
     prefix_hash: jax.Array  # [R, M, 2] uint32, of all tokens up to the end of each page, or up to `known`
     cached_tokens: jax.Array  # [R] int32, tokens of the prompt that it found computed; not those found when resumed
     preempted: jax.Array  # [R] bool, whether it has ever lost its slot
+    held: jax.Array  # [R] bool, whether it is given no token, but offers candidates; see `beam`
     parent: jax.Array  # [R] int32, row whose pages it waits for, to begin with them; NO_ROW: none, or it has begun
 
     @property
@@ -131,6 +132,9 @@ class StepRecord:
     token: jax.Array  # [S] int32, the new token
     logprob: jax.Array  # [S] float32, log-probability the model gave it
     finish: jax.Array  # [S] int32, a Finish
+    offered: jax.Array  # [S] bool, whether it is held, and has candidates for its next token
+    candidates: jax.Array  # [S, C] int32, those, the most probable first
+    candidate_logprobs: jax.Array  # [S, C] float32
     cached_tokens: jax.Array  # [S] int32, as in Requests
     running: jax.Array  # [] slots occupied
     waiting: jax.Array  # [] requests in the queue
@@ -144,12 +148,21 @@ class StepRecord:
     pages_cached: jax.Array  # [] pages in none that hold what can be found
     tokens_stored: jax.Array  # [] tokens whose keys and values are in pages in use
 
+    def with_candidates(self, count: int) -> StepRecord:
+        """This, with room for `count` candidates a slot and none in it."""
+        shape = self.uid.shape[0], count
+        return replace(
+            self, candidates=jnp.zeros(shape, jnp.int32), candidate_logprobs=jnp.zeros(shape, jnp.float32)
+        )  # fmt: skip
+
     @classmethod
     def zeros(cls, slots: int) -> StepRecord:
         ints, scalar = jnp.zeros(slots, jnp.int32), jnp.int32(0)
         return cls(
             uid=ints, scheduled=ints, sampled=jnp.zeros(slots, bool), token=ints,
-            logprob=jnp.zeros(slots, jnp.float32), finish=ints, cached_tokens=ints, running=scalar, waiting=scalar,
+            logprob=jnp.zeros(slots, jnp.float32), finish=ints, offered=jnp.zeros(slots, bool),
+            candidates=jnp.zeros((slots, 0), jnp.int32), candidate_logprobs=jnp.zeros((slots, 0), jnp.float32),
+            cached_tokens=ints, running=scalar, waiting=scalar,
             admitted=scalar, preempted=scalar, discarded=scalar, recovered=scalar, prefix_queries=scalar,
             prefix_hits=scalar, pages_in_use=scalar, pages_cached=scalar, tokens_stored=scalar,
         )  # fmt: skip
@@ -215,7 +228,7 @@ def make_state(
         temperature=jnp.zeros(rows, jnp.float32), top_k=row_ints, top_p=jnp.ones(rows, jnp.float32),
         min_p=jnp.zeros(rows, jnp.float32), seed=jnp.zeros(rows, jnp.uint32), namespace=row_ints,
         prefix_hash=jnp.zeros((rows, pages, 2), jnp.uint32), cached_tokens=row_ints, preempted=jnp.zeros(rows, bool),
-        parent=jnp.full(rows, NO_ROW, jnp.int32),
+        held=jnp.zeros(rows, bool), parent=jnp.full(rows, NO_ROW, jnp.int32),
     )  # fmt: skip
     state = EngineState(
         pool=KVPool.zeros(
@@ -262,6 +275,7 @@ class Submission:
     seed: Any
     namespace: Any
     priority: Any
+    held: Any
     parent: Any  # [N] int32, uid of the request of the same tokens whose pages it begins with; NO_UID: none
 
     @classmethod
@@ -273,7 +287,8 @@ class Submission:
             prompt_len=ints.copy(), max_len=ints.copy(), min_len=ints.copy(),
             stop_ids=np.full((size, MAX_STOP_TOKENS), NO_TOKEN, np.int32), temperature=floats.copy(),
             top_k=ints.copy(), top_p=np.ones(size, np.float32), min_p=floats.copy(), seed=np.zeros(size, np.uint32),
-            namespace=ints.copy(), priority=ints.copy(), parent=np.full(size, NO_UID, np.int32),
+            namespace=ints.copy(), priority=ints.copy(), held=np.zeros(size, bool),
+            parent=np.full(size, NO_UID, np.int32),
         )  # fmt: skip
 
 
@@ -293,7 +308,7 @@ def submit(state: EngineState, batch: Submission) -> EngineState:
         name: getattr(requests, name).at[row].set(getattr(batch, name), mode="drop")
         for name in (
             "uid", "tokens", "prompt_len", "max_len", "min_len", "stop_ids", "temperature", "top_k", "top_p",
-            "min_p", "seed", "namespace", "priority",
+            "min_p", "seed", "namespace", "priority", "held",
         )
     }  # fmt: skip
     hashes = prefix_hashes(batch.tokens, batch.prompt_len, batch.namespace, state.pool.page_size)

@@ -15,13 +15,15 @@ from jpaged.step.fork import copy_tails, disown
 from jpaged.step.pack import pack
 from jpaged.step.prefix import token_hash
 from jpaged.step.sample import SampleInputs, sample
+from jpaged.step.sample import candidates as most_probable
 from jpaged.step.schedule import grant, most_pages, schedule
 from jpaged.step.share import attach, book_pages, enter
 from jpaged.step.state import NO_TOKEN, EngineState, Finish, Status, StepRecord
 
 
-def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> EngineState:
-    """One step of the engine: at most `budget` tokens (a static shape) are computed.
+def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int, candidates: int = 0) -> EngineState:
+    """One step of the engine: at most `budget` tokens (a static shape) are computed, and `candidates` (as well) offered
+    for each request that is held.
 
         evict     requests that ended give back slots and pages
         preempt   the youngest make room where pages run out
@@ -44,13 +46,13 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> E
     batch, slot_of_row = pack(state, tokens, budget)
     logits, pool = decoder(params, state.pool, batch)
     state = replace(state, pool=pool)
-    token, logprob, healthy = sample(logits, _sample_inputs(state, batch, slot_of_row))
-    state = _finish(state, tokens, slot_of_row, token, logprob, healthy, budget)
+    sampled = sample(logits, _sample_inputs(state, batch, slot_of_row))
+    state = _finish(state, tokens, slot_of_row, (*sampled, *most_probable(logits, candidates)), budget)
     return book_pages(attach(enter(state, most_pages(state, budget))))
 
 
 def run(
-    decoder: Decoder, params: Any, state: EngineState, *, budget: int, steps: int
+    decoder: Decoder, params: Any, state: EngineState, *, budget: int, steps: int, candidates: int = 0
 ) -> tuple[EngineState, StepRecord, jax.Array]:
     """A burst: `steps` steps in one call, without the host.
 
@@ -60,11 +62,13 @@ def run(
     """
 
     def once(state, _):
-        state = step(decoder, params, state, budget=budget)
+        state = step(decoder, params, state, budget=budget, candidates=candidates)
         return state, state.record
 
+    # Outside of a burst a state has the same shape, whoever runs it.
+    state = replace(state, record=state.record.with_candidates(candidates))
     state, records = jax.lax.scan(once, state, length=steps)
-    state = evict(state)
+    state = evict(replace(state, record=state.record.with_candidates(0)))
     return state, records, demand(state)
 
 
@@ -95,9 +99,7 @@ def _finish(
     state: EngineState,
     tokens: jax.Array,
     slot_of_row: jax.Array,
-    token: jax.Array,
-    logprob: jax.Array,
-    healthy: jax.Array,
+    found: tuple[jax.Array, ...],
     budget: int,
 ) -> EngineState:
     """Books what the step computed: new tokens, ends, counters, record. Its pages are booked by `book_pages`."""
@@ -105,13 +107,13 @@ def _finish(
     num_slots = slots.num_slots
 
     def to_slots(values):
-        return jnp.zeros(num_slots, values.dtype).at[slot_of_row].set(values, mode="drop")
+        return jnp.zeros((num_slots, *values.shape[1:]), values.dtype).at[slot_of_row].set(values, mode="drop")
 
-    token, logprob, healthy = to_slots(token), to_slots(logprob), to_slots(healthy)
+    token, logprob, healthy, offers, offered_logprobs = map(to_slots, found)
     row = slots.request
     computed = slots.computed + tokens
     due = slots.occupied & (tokens > 0) & (computed == requests.known[row])
-    sampled = due & healthy
+    sampled = due & healthy & ~requests.held[row]
     known = requests.known[row] + sampled.astype(jnp.int32)
     stops = sampled & jnp.any(requests.stop_ids[row] == token[:, None], axis=1)
     full = sampled & (known >= requests.max_len[row])
@@ -151,6 +153,9 @@ def _finish(
         token=token,
         logprob=logprob,
         finish=finish,
+        offered=due & healthy & requests.held[row],
+        candidates=offers,
+        candidate_logprobs=offered_logprobs,
         cached_tokens=jnp.where(slots.occupied, requests.cached_tokens[row], 0),
         running=jnp.sum(slots.occupied, dtype=jnp.int32),
         waiting=jnp.sum(requests.status == Status.WAITING, dtype=jnp.int32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ class Ask:
     seed: int = 0
     namespace: int = 0
     priority: int = 0
+    held: bool = False
     parent: int = -1
 
 
@@ -47,7 +48,7 @@ def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = Non
         batch.stop_ids[index, : len(ask.stop_ids)] = ask.stop_ids
         for name in (
             "uid", "max_len", "min_len", "temperature", "top_k", "top_p", "min_p", "seed", "namespace", "priority",
-            "parent",
+            "held", "parent",
         ):  # fmt: skip
             getattr(batch, name)[index] = getattr(ask, name)
     return batch
@@ -66,15 +67,15 @@ class Got:
 
 
 @lru_cache(maxsize=64)
-def compiled(decoder: Decoder, budget: int, steps: int | None = None):
+def compiled(decoder: Decoder, budget: int, steps: int | None = None, candidates: int = 0):
     """`step`, or `run` of `steps`, under `jax.jit`, with the state donated: `f(params, state)`. As nothing takes time
     here but compiling, LLVM's optimizations are left out; XLA's are not."""
     options = {"xla_backend_optimization_level": 0}
     if steps is None:
-        return jax.jit(lambda p, s: step(decoder, p, s, budget=budget), donate_argnums=1, compiler_options=options)
-    return jax.jit(
-        lambda p, s: run(decoder, p, s, budget=budget, steps=steps), donate_argnums=1, compiler_options=options
-    )
+        function = partial(step, decoder, budget=budget, candidates=candidates)
+    else:
+        function = partial(run, decoder, budget=budget, steps=steps, candidates=candidates)
+    return jax.jit(function, donate_argnums=1, compiler_options=options)
 
 
 jit_submit = jax.jit(submit, donate_argnums=0)
