@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.drive import Ask, compiled, jit_submit, submission
-from support.hlo import report
 from support.record import recorded
 from support.stubs import STUB_SHAPE, HistoryDecoder
 from support.tiny import TINY, tiny_decoder
 
+from jpaged.bench.hlo import report
 from jpaged.config import EngineConfig
 from jpaged.step import abort, make_state, run, step, submit
 

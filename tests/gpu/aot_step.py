@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the project
 import jax
 import jax.numpy as jnp
 from support.gpu_aot import compile_for, mesh
-from support.hlo import report
 from support.record import record
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_HALF_B
 
+from jpaged.bench.hlo import report
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import abstract_decoder
