@@ -246,8 +246,7 @@ class Report:
 
     def print(self, console: Console) -> None:
         """The tables, and below them what is wrong with the numbers, if anything is."""
-        if not console.is_terminal:  # a file or a pipe has no width of its own; 80 columns would wrap the table
-            console.width = max(console.width, 120)
+        widen(console)
         console.print(self.table())
         for run in self.runs:
             if run.breakdown is not None:
@@ -308,6 +307,12 @@ def breakdown_table(engine: str, breakdown: dict[str, Any]) -> Table:
     )
     table.add_row("steps of the run", "", "", *(_count(steps) for steps in breakdown["steps_by_budget"].values()))
     return table
+
+
+def widen(console: Console) -> None:
+    """A file or a pipe has no width of its own; 80 columns would wrap the tables."""
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
 
 
 def usable_cores() -> int:
