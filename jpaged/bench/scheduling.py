@@ -183,12 +183,11 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         "what is compiled. A loop is unknown if its length is found while it runs; KiB are of temporaries.",
         caption_justify="left",
     )
-    heads = ("slots", "queued", "pages", "step", "fastest", "demand", "fastest")
-    heads += ("conditionals", "loops", "unknown", "pool copies", "KiB")
-    for head in heads:
+    times = ("step", "fastest", "demand", "fastest")
+    for head in ("slots", "queued", "pages", *times, "conditionals", "loops", "unknown", "pool copies", "KiB"):
         table.add_column(head, justify="right")
     for row in rows:
-        times = [f"{row[key]:.2f}" for key in ("step_ms", "step_least_ms", "demand_ms", "demand_least_ms")]
+        shown = [f"{row[key]:.2f}" for key in ("step_ms", "step_least_ms", "demand_ms", "demand_least_ms")]
         programs = row["step"], row["demand"]
         counts = (
             [p["conditionals"] for p in programs],
@@ -198,7 +197,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             [-(-p["temporary_bytes"] // 1024) for p in programs],
         )
         sizes = [f"{row[key]:,}" for key in ("slots", "queued", "pages")]
-        table.add_row(*sizes, *times, *(" ".join(f"{n:,}" for n in pair) for pair in counts))
+        table.add_row(*sizes, *shown, *(" ".join(f"{n:,}" for n in pair) for pair in counts))
     return table
 
 

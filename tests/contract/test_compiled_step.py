@@ -82,9 +82,9 @@ def test_temporary_bytes_are_the_same_for_a_pool_of_twice_the_size(stacked, budg
 
 
 def check_scheduling(small: dict, large: dict) -> None:
-    """That the compiled step without a model, and `demand`, have two conditionals, the sampler's, in all, loops of known
-    length alone, no copy of the pool or of what grows with it, and are the same but for their sizes. `large` has 256
-    slots of 256 pages."""
+    """That the compiled step without a model, and `demand`, have two conditionals (the sampler's) in all, loops of
+    known length alone, no copy of the pool or of what grows with it, and are the same but for their sizes. `large` has
+    256 slots of 256 pages."""
     for program, conditionals in (("step", 2), ("demand", 0)):
         for counts in (small[program], large[program]):
             assert counts["conditionals"] == conditionals, program
