@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -224,7 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sizes.prompt_tokens(options.steps)
     except ValueError as error:
         parser.error(str(error))
-    rows = [measure(sizes, steps=options.steps) for sizes in cases]
+    rows: list[dict[str, Any]] = []
+    for number, sizes in enumerate(cases, start=1):
+        rows.append(measure(sizes, steps=options.steps))
+        print(f"{number} of {len(cases)}: {sizes}, {rows[-1]['step_ms']:.2f} ms", file=sys.stderr, flush=True)
     console = Console()
     widen(console)
     console.print(table(rows))
