@@ -181,7 +181,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         title=f"Scheduling alone, ms: {jax.devices()[0].device_kind}, {usable_cores()} cores, JAX {jax.__version__}",
         title_justify="left",
         caption="Every slot decodes and the queue is full. Of a step and of `demand` after it: median and fastest, and "
-        "what is compiled. A loop is unknown if its length is found while it runs; KiB are of temporaries.",
+        "what is compiled. A loop is unknown if its length is found while it runs; KiB are the step's temporaries.",
         caption_justify="left",
     )
     times = ("step", "fastest", "demand", "fastest")
@@ -195,10 +195,10 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             [len(p["known_loops"]) for p in programs],
             [len(p["unknown_loops"]) for p in programs],
             [p["pool_copies"] for p in programs],
-            [-(-p["temporary_bytes"] // 1024) for p in programs],
         )
+        temporary = f"{-(-row['step']['temporary_bytes'] // 1024):,}"
         sizes = [f"{row[key]:,}" for key in ("slots", "queued", "pages")]
-        table.add_row(*sizes, *shown, *(" ".join(f"{n:,}" for n in pair) for pair in counts))
+        table.add_row(*sizes, *shown, *(" ".join(f"{n:,}" for n in pair) for pair in counts), temporary)
     return table
 
 
