@@ -83,15 +83,15 @@ def test_temporary_bytes_are_the_same_for_a_pool_of_twice_the_size(stacked, budg
 
 def check_scheduling(small: dict, large: dict) -> None:
     """That the compiled step without a model, and `demand`, have two conditionals (the sampler's) in all, loops of
-    known length alone, no copy of the pool or of what grows with it, and are the same but for their sizes. `large` has
-    256 slots of 256 pages."""
+    known length alone and no copy of the pool, and are the same but for their sizes. `large` has 256 slots of 256
+    pages, in tables that are the largest thing that may be copied."""
     for program, conditionals in (("step", 2), ("demand", 0)):
         for counts in (small[program], large[program]):
             assert counts["conditionals"] == conditionals, program
             assert counts["unknown_loops"] == [], program
             assert counts["pool_copies"] == 0, program
         assert small[program]["known_loops"] == large[program]["known_loops"], program
-        assert large[program]["largest_copy_bytes"] <= 4 * 256 * 256, program  # the page tables
+        assert large[program]["largest_copy_bytes"] <= 4 * 256 * 256, program
 
 
 def test_the_scheduler_alone_is_the_same_program_at_any_size(record_property):
