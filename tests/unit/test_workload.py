@@ -143,6 +143,7 @@ def test_a_shared_prefix_comes_before_prompts_of_the_usual_lengths():
     assert len({p[50] for p in prompts}) > 10
     assert {len(p) - 50 for p in prompts} == set(range(4, 10))
     assert workload.name == "shared-prefix-50-synthetic-20-seed3"
+    assert workload.sha256.startswith("6432a55654591d0b")  # fixed for good
     assert workload == synthetic_workload(20, **settings, shared_prefix=50)
     assert synthetic_workload(20, **settings, shared_prefix=0) == synthetic_workload(20, **settings)
 
