@@ -56,7 +56,13 @@ def demo(
 @app.command()
 def bench(
     workload: Annotated[Path | None, typer.Option(help="A workload file; without one, a synthetic mix.")] = None,
-    engine: Annotated[str, typer.Option(help="continuous, static, or both.")] = "both",
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="continuous, static, both, or all: continuous, the same without prefix caching ('unshared'), static. "
+            "By default both, and with --shared-prefix all."
+        ),
+    ] = None,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = BUILTIN_MODEL,
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     synthetic: Annotated[int, typer.Option(min=1, help="Requests of the synthetic mix.")] = 32,
@@ -67,6 +73,9 @@ def bench(
     output_tokens: Annotated[
         tuple[int, int], typer.Option(help="Least and most output tokens of the synthetic mix.")
     ] = (8, 256),
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Tokens that all prompts of the synthetic mix begin with, before their own.")
+    ] = 0,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Slots of the continuous engine.")] = 16,
     static_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Of the static engine; by default as many as there are slots.")
@@ -80,8 +89,9 @@ def bench(
     pool_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of the pool, instead of pages.")] = None,
     steps_per_burst: Annotated[int | None, typer.Option(min=1, help="Most steps of one device call.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Share pages, in the continuous engine.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Cores to run on; by default all.")] = None,
-    check: Annotated[bool, typer.Option(help="With both engines: token ids must be identical.")] = True,
+    check: Annotated[bool, typer.Option(help="With several runs: token ids must be identical.")] = True,
     breakdown: Annotated[bool, typer.Option(help="Also profile a second run: where its time goes.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw page occupancy over the steps there.")] = None,
@@ -94,10 +104,9 @@ def bench(
     with _plain_errors():
         from rich.console import Console
 
-        from jpaged.bench.compare import ENGINES, BenchJob, WorkloadSpec, make_report, run_all
+        from jpaged.bench.compare import BenchJob, WorkloadSpec, jobs_of, make_report, run_all
         from jpaged.config import EngineConfig
 
-        engines = ENGINES if engine == "both" else (engine,)
         config: dict[str, Any] = {
             "page_size": page_size,
             "num_pages": num_pages,
@@ -107,6 +116,7 @@ def bench(
             "max_model_len": max_model_len,
             "steps_per_burst": steps_per_burst,
             "dtype": dtype,
+            "enable_prefix_caching": enable_prefix_caching,
         }
         EngineConfig(**config)  # what it refuses is refused here, before a process is started
         for name, path in (("--workload", workload), ("--json", json_file), ("--plot", plot)):
@@ -117,10 +127,11 @@ def bench(
             seed=seed,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
+            shared_prefix=shared_prefix,
             head=requests,
         )
         job = BenchJob(
-            engine=engines[0],
+            engine="continuous",
             model=model,
             workload=spec,
             config=config,
@@ -128,7 +139,7 @@ def bench(
             threads=threads,
             breakdown=breakdown,
         )
-        outcomes = run_all(job, engines)
+        outcomes = run_all(jobs_of(job, engine or ("all" if shared_prefix else "both")))
         report = make_report(outcomes, check=check)
         if plot is not None:
             from jpaged.viz.pages import plot_occupancy

@@ -140,7 +140,7 @@ class StaticEngine:
         self._state: StaticState | None = None
         self._running: dict[int, Request] = {}  # by row
         self._size = self._chunks = self._chunk = self._step = 0
-        self._useful = self._wasted = 0
+        self._useful = self._wasted = self._prompt_tokens = 0
 
     def check(self, request: Request) -> None:
         """Raises ValueError if `request` can never run here."""
@@ -203,6 +203,7 @@ class StaticEngine:
                 rows, place, place, request, self.model_config, max_model_len=self.max_model_len,
                 seed=int(self._seeds.integers(2**32)), namespace=0,
             )  # fmt: skip
+        self._prompt_tokens += int(rows.prompt_len.sum())
         self._chunks = -(-int(rows.prompt_len.max()) // CHUNK)
         self._chunk = self._step = 0
         pool, self._pool = self._pool, None  # it is in the state from now on
@@ -292,4 +293,5 @@ class StaticEngine:
             waiting=len(self._pending),
             num_programs=self.num_programs,
             compile_seconds=self.compile_seconds,
+            prefix_queries=self._prompt_tokens,
         )

@@ -25,7 +25,7 @@ def run_job(job: BenchJob) -> Outcome:
         return tqdm(total=total, desc=name, unit="tok", file=sys.stderr, dynamic_ncols=True)
 
     config = EngineConfig(**job.config).for_platform(jax.default_backend())
-    say(f"{job.engine}: loading {job.model}")
+    say(f"{job.name}: loading {job.model}")
     loaded = load(job.model, config.dtype)
     return run_engine(
         job.engine,

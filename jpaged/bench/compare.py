@@ -23,17 +23,30 @@ from jpaged.bench.workload import Workload, load_workload, synthetic_workload
 ENGINES = ("continuous", "static")
 
 
+def run_name(engine: str, *, enable_prefix_caching: bool) -> str:
+    """What a run is called in reports: `unshared` is the continuous engine without prefix caching."""
+    return engine if engine == "static" or enable_prefix_caching else "unshared"
+
+
 @dataclass(frozen=True)
 class WorkloadSpec:
     """Where the requests come from: `path` of a file, or the numbers of a synthetic workload (the vocabulary
-    is the model's). `head` keeps the first requests only."""
+    is the model's; a `shared_prefix` of so many tokens begins every prompt). `head` keeps the first requests only."""
 
     path: str | None = None
     count: int = 32
     seed: int = 0
     prompt_tokens: tuple[int, int] = (16, 512)
     output_tokens: tuple[int, int] = (8, 256)
+    shared_prefix: int = 0
     head: int | None = None
+
+    def __post_init__(self):
+        if self.path is not None and self.shared_prefix:
+            raise ValueError(
+                f"the prompts of {self.path} begin as they do: a shared prefix (of {self.shared_prefix} tokens) is for "
+                "the synthetic mix; leave out the one or the other"
+            )
 
     def make(self, vocab_size: int) -> Workload:
         """The workload. Raises ValueError if the file is not one, or was made for a larger vocabulary."""
@@ -51,6 +64,7 @@ class WorkloadSpec:
                 token_ids=(0, vocab_size - 1),
                 prompt_tokens=self.prompt_tokens,
                 output_tokens=self.output_tokens,
+                shared_prefix=self.shared_prefix,
             )
         return workload if self.head is None else workload.head(self.head)
 
@@ -76,6 +90,11 @@ class BenchJob:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def name(self) -> str:
+        """Of the run, in reports."""
+        return run_name(self.engine, enable_prefix_caching=self.config.get("enable_prefix_caching", True))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BenchJob:
@@ -108,8 +127,8 @@ class Outcome:
 class ChildFailed(RuntimeError):
     """A child process ended without a result; what it had to say stands on stderr."""
 
-    def __init__(self, engine: str, code: int):
-        super().__init__(f"the {engine} engine ended with exit status {code} and without a result")
+    def __init__(self, name: str, code: int):
+        super().__init__(f"the {name} engine ended with exit status {code} and without a result")
         self.code = code
 
 
@@ -125,13 +144,31 @@ def run_in_child(job: BenchJob) -> Outcome:
         command = [sys.executable, "-m", "jpaged.bench.child", str(asked), str(answered)]
         done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
         if done.returncode or not answered.exists():
-            raise ChildFailed(job.engine, done.returncode)
+            raise ChildFailed(job.name, done.returncode)
         return Outcome.from_json(json.loads(answered.read_text(encoding="utf-8")))
 
 
-def run_all(job: BenchJob, engines: Sequence[str]) -> list[Outcome]:
-    """The same job through each engine in turn."""
-    return [run_in_child(replace(job, engine=engine)) for engine in engines]
+def jobs_of(job: BenchJob, engines: str) -> list[BenchJob]:
+    """The runs that are compared: the job through one of `ENGINES`, through "both", or through "all": continuous, the
+    same without prefix caching, and static.
+
+    Raises:
+        ValueError: there is no such choice, or two of the runs would be one.
+    """
+    if engines in ("both", *ENGINES):
+        return [replace(job, engine=engine) for engine in (ENGINES if engines == "both" else (engines,))]
+    if engines != "all":
+        raise ValueError(f"engine must be one of {(*ENGINES, 'both', 'all')}, got {engines!r}")
+    continuous = replace(job, engine="continuous")
+    if continuous.name == "unshared":
+        raise ValueError("engine 'all' runs with prefix caching and without; do not disable it, or choose 'both'")
+    unshared = replace(continuous, config=job.config | {"enable_prefix_caching": False})
+    return [continuous, unshared, replace(job, engine="static")]
+
+
+def run_all(jobs: Sequence[BenchJob]) -> list[Outcome]:
+    """Each job in turn."""
+    return [run_in_child(job) for job in jobs]
 
 
 def make_report(outcomes: Sequence[Outcome], *, check: bool) -> Report:
@@ -142,8 +179,9 @@ def make_report(outcomes: Sequence[Outcome], *, check: bool) -> Report:
             raise ValueError("the engines did not run the same workload; has the file changed meanwhile?")
     difference = None
     if check:
-        found = (first_difference(first.measured, other.measured) for other in others)
-        difference = next((text for text in found if text is not None), None)
+        found = ((other, first_difference(first.measured, other.measured)) for other in others)
+        named = (f"{text} ({first.result.engine} and {other.result.engine})" for other, text in found if text)
+        difference = next(named, None)
     return Report(
         workload=first.workload,
         runs=tuple(outcome.result for outcome in outcomes),

@@ -257,7 +257,7 @@ def continuous_against_static(found: dict, sizes: Sizes) -> dict:
     """The engine and the static baseline on one workload, with the shapes of SmolLM2 135M and random weights."""
     model, count, rows, budget = (SMALL, 6, 2, 32) if sizes.small else (SMOLLM2_135M, 256, 64, 1024)
     decoder, params = _random_model(model, jnp.bfloat16)
-    lengths = {"prompt_tokens": (4, 20), "output_tokens": (2, 8)} if sizes.small else {}
+    lengths: dict[str, Any] = {"prompt_tokens": (4, 20), "output_tokens": (2, 8)} if sizes.small else {}
     workload = synthetic_workload(count, seed=0, token_ids=(0, model.vocab_size - 1), **lengths)
     longest = -(-workload.max_request_tokens // 64) * 64
     config = EngineConfig(

@@ -75,6 +75,8 @@ class Measurement:
     useful_row_steps: int  # tokens computed for requests
     wasted_row_steps: int  # padding that was computed beside them
     preemptions: int
+    prompt_tokens_found: int  # tokens of prompts that were in the pool when their request came in, or soon after
+    prompt_tokens_computed: int  # the others of the requests that came in
     num_pages: int
     page_size: int
     history: tuple[StepSample, ...] = field(repr=False)
@@ -177,6 +179,7 @@ class EngineAdapter:
         wall = clock() - start
 
         after = engine.stats()
+        found = after.prefix_hits - before.prefix_hits
         done = {key: entry for key, entry in log.items() if entry.problem is None}
         return Measurement(
             token_ids={key: tuple(entry.token_ids) for key, entry in done.items()},
@@ -191,6 +194,8 @@ class EngineAdapter:
             useful_row_steps=after.useful_row_steps - before.useful_row_steps,
             wasted_row_steps=after.wasted_row_steps - before.wasted_row_steps,
             preemptions=after.preemptions - before.preemptions,
+            prompt_tokens_found=found,
+            prompt_tokens_computed=after.prefix_queries - before.prefix_queries - found,
             num_pages=after.total_pages,
             page_size=self._page_size,
             history=tuple(StepSample.of(s) for s in engine.history if s.step > before.steps),

@@ -23,7 +23,8 @@ from jpaged.bench.measure import Measurement, StepSample
 #: quantities whose ratio between two engines is reported
 RATIO_KEYS = (
     "output_tokens_per_s", "wall_s", "steps", "wasted_row_steps", "latency_s.p50", "latency_s.p99",
-    "ttft_s.p50", "ttft_s.p99", "kv_share.used_of_reserved", "peak_rss_bytes",
+    "ttft_s.p50", "ttft_s.p99", "prompt_tokens_computed", "kv_share.reserved_tokens_peak", "kv_share.used_of_reserved",
+    "peak_rss_bytes",
 )  # fmt: skip
 
 
@@ -51,10 +52,13 @@ class KVShare:
     """How much of the KV memory holds real tokens, as means over the steps in which a request ran.
 
     Allocated is the whole pool; reserved are the slots of the pages that requests own; used are the slots in
-    which a token's keys and values are stored. All three are read from the page tables.
+    which a token's keys and values are stored. All three are read from the page tables. The peak is the most of any
+    step, in pages of `page_size` tokens; static batching has a page a row.
     """
 
     allocated_tokens: int
+    page_size: int
+    reserved_pages_peak: int
     reserved_tokens_mean: float
     used_tokens_mean: float
 
@@ -64,6 +68,8 @@ class KVShare:
         count = max(1, len(busy))
         return cls(
             allocated_tokens=num_pages * page_size,
+            page_size=page_size,
+            reserved_pages_peak=max((s.pages_in_use for s in busy), default=0),
             reserved_tokens_mean=sum(s.pages_in_use for s in busy) * page_size / count,
             used_tokens_mean=sum(s.tokens_in_pages for s in busy) / count,
         )
@@ -72,6 +78,7 @@ class KVShare:
         used, reserved = self.used_tokens_mean, self.reserved_tokens_mean
         return {
             **asdict(self),
+            "reserved_tokens_peak": self.reserved_pages_peak * self.page_size,
             "used_of_reserved": used / reserved if reserved else 0.0,
             "used_of_allocated": used / self.allocated_tokens if self.allocated_tokens else 0.0,
         }
@@ -88,6 +95,8 @@ class RunResult:
     failed_requests: int
     failures: dict[str, str]
     prompt_tokens: int  # of all requests
+    prompt_tokens_computed: int  # of those that came in; this and the next as in `Measurement`
+    prompt_tokens_found: int
     output_tokens: int  # of the completed ones
     token_ids_sha256: str  # of those tokens, to compare with other engines: see `Measurement.token_ids_sha256`
     output_tokens_per_s: float
@@ -130,6 +139,8 @@ class RunResult:
             failed_requests=len(measured.failures),
             failures=dict(measured.failures),
             prompt_tokens=prompt_tokens,
+            prompt_tokens_computed=measured.prompt_tokens_computed,
+            prompt_tokens_found=measured.prompt_tokens_found,
             token_ids_sha256=measured.token_ids_sha256,
             output_tokens=measured.output_tokens,
             output_tokens_per_s=measured.output_tokens / measured.wall_s,
@@ -235,8 +246,7 @@ class Report:
 
     def print(self, console: Console) -> None:
         """The tables, and below them what is wrong with the numbers, if anything is."""
-        if not console.is_terminal:  # a file or a pipe has no width of its own; 80 columns would wrap the table
-            console.width = max(console.width, 120)
+        widen(console)
         console.print(self.table())
         for run in self.runs:
             if run.breakdown is not None:
@@ -245,22 +255,20 @@ class Report:
             console.print(f"warning: {problem}", markup=False, highlight=False, soft_wrap=True)
 
     def table(self) -> Table:
-        """The runs side by side; with two of them, the ratio of the first to the second in a last column."""
+        """The runs side by side, and the ratio of the first to each of the others."""
         table = Table(title=_title(self.workload), title_justify="left")
         table.add_column("")
         for run in self.runs:
             table.add_column(run.engine, justify="right")
-        compared = len(self.runs) == 2
-        if compared:
-            table.add_column(f"{self.runs[0].engine} / {self.runs[1].engine}", justify="right")
-        ratios = next(iter(self.ratios.values()), {})
+        for run in self.runs[1:]:
+            table.add_column(f"{self.runs[0].engine} / {run.engine}", justify="right")
+        ratios = list(self.ratios.values()) or [{} for _ in self.runs[1:]]  # none where a run is partial
         for label, key, show in _ROWS:
             values = [_lookup(run, key) for run in self.runs]
             if all(value is None for value in values):
                 continue
             cells = ["-" if value is None else show(value) for value in values]
-            ratio = f"{ratios[key]:.2f}" if key in ratios else ""
-            table.add_row(label, *cells, *([ratio] if compared else []))
+            table.add_row(label, *cells, *(f"{ratio[key]:.2f}" if key in ratio else "" for ratio in ratios))
         return table
 
 
@@ -299,6 +307,12 @@ def breakdown_table(engine: str, breakdown: dict[str, Any]) -> Table:
     )
     table.add_row("steps of the run", "", "", *(_count(steps) for steps in breakdown["steps_by_budget"].values()))
     return table
+
+
+def widen(console: Console) -> None:
+    """A file or a pipe has no width of its own; 80 columns would wrap the tables."""
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
 
 
 def usable_cores() -> int:
@@ -367,7 +381,12 @@ _ROWS = (
     ("row-steps useful", "useful_row_steps", _count),
     ("row-steps wasted", "wasted_row_steps", _count),
     ("preemptions", "preemptions", _count),
+    ("prompt tokens computed", "prompt_tokens_computed", _count),
+    ("prompt tokens found", "prompt_tokens_found", _count),
+    ("tokens in a page", "kv_share.page_size", _count),
+    ("pages in use, peak", "kv_share.reserved_pages_peak", _count),
     ("KV tokens allocated", "kv_share.allocated_tokens", _count),
+    ("KV tokens reserved, peak", "kv_share.reserved_tokens_peak", _count),
     ("KV tokens reserved, mean", "kv_share.reserved_tokens_mean", _count),
     ("KV tokens used, mean", "kv_share.used_tokens_mean", _count),
     ("used of reserved", "kv_share.used_of_reserved", _percent),

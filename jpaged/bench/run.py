@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jpaged.baseline.static import StaticEngine
 from jpaged.bench.breakdown import break_down, check_breakdown
-from jpaged.bench.compare import Outcome
+from jpaged.bench.compare import Outcome, run_name
 from jpaged.bench.measure import EngineAdapter, peak_rss_bytes
 from jpaged.bench.report import RunResult
 from jpaged.bench.workload import Workload
@@ -129,19 +129,20 @@ def run_engine(
     config = fit_config(config.for_platform(jax.default_backend()), workload)
     rows = batch_size if kind == "static" and batch_size is not None else config.max_num_seqs
     adapter, sizes = make_engine(kind, loaded, config, rows=rows)
-    say(f"{kind}: compiling")
+    name = run_name(kind, enable_prefix_caching=config.enable_prefix_caching)
+    say(f"{name}: compiling")
     adapter.warmup(workload)
-    with (bar or _no_bar)(kind, workload.output_tokens) as progress:
+    with (bar or _no_bar)(name, workload.output_tokens) as progress:
         measured = adapter.run(workload, progress=None if progress is None else progress.update)
     peak = peak_rss_bytes() if own_process else None  # before profiles take some
     found = None
     if breakdown and measured.history:  # there is none if every request was refused
-        with (bar or _no_bar)(f"{kind}, profiled", workload.output_tokens) as progress:
+        with (bar or _no_bar)(f"{name}, profiled", workload.output_tokens) as progress:
             again = None if progress is None else progress.update
             found = break_down(adapter.engine, workload, measured, progress=again).to_json()
     result = RunResult.of(
         measured,
-        engine=kind,
+        engine=name,
         model=model,
         prompt_tokens=workload.prompt_tokens,
         peak_rss_bytes=peak,

@@ -184,6 +184,7 @@ def synthetic_workload(
     token_ids: tuple[int, int],
     prompt_tokens: tuple[int, int] = (16, 512),
     output_tokens: tuple[int, int] = (8, 256),
+    shared_prefix: int = 0,
 ) -> Workload:
     """Requests with log-uniform lengths and uniform token ids; the same arguments give the same requests.
 
@@ -193,9 +194,12 @@ def synthetic_workload(
         token_ids: lowest and highest id a prompt may have, both included.
         prompt_tokens: shortest and longest prompt, both included.
         output_tokens: least and most tokens to generate, both included.
+        shared_prefix: tokens that every prompt begins with, as after one system prompt; `prompt_tokens` follow them.
     """
     if not _is_count(count) or count < 1:
         raise ValueError(f"count must be an integer of at least 1, got {count!r}")
+    if not _is_count(shared_prefix) or shared_prefix < 0:
+        raise ValueError(f"shared_prefix must be a number of tokens >= 0, got {shared_prefix!r}")
     for name, bounds, least in (
         ("token_ids", token_ids, 0), ("prompt_tokens", prompt_tokens, 1), ("output_tokens", output_tokens, 1),
     ):  # fmt: skip
@@ -208,17 +212,25 @@ def synthetic_workload(
     def log_uniform(low: int, high: int) -> int:
         return min(high, int(low * ((high + 1) / low) ** draw()))
 
-    low, high = token_ids
+    def ids(length: int) -> tuple[int, ...]:
+        low, high = token_ids
+        return tuple(low + int(draw() * (high + 1 - low)) for _ in range(length))
+
+    prefix = ids(shared_prefix)
     requests = []
     for i in range(count):
         prompt_length, output_length = log_uniform(*prompt_tokens), log_uniform(*output_tokens)
-        prompt = tuple(low + int(draw() * (high + 1 - low)) for _ in range(prompt_length))
-        requests.append(WorkloadRequest(str(i), 0.0, prompt, output_length))
+        requests.append(WorkloadRequest(str(i), 0.0, prefix + ids(prompt_length), output_length))
+    low, high = token_ids
     description = (
         f"synthetic, seed {seed}: log-uniform prompts of {prompt_tokens[0]} to {prompt_tokens[1]} tokens and "
         f"outputs of {output_tokens[0]} to {output_tokens[1]}, ids uniform in {low} to {high}"
     )
-    return Workload(f"synthetic-{count}-seed{seed}", tuple(requests), description)
+    name = f"synthetic-{count}-seed{seed}"
+    if shared_prefix:
+        description += f"; all prompts begin with the same {shared_prefix} tokens"
+        name = f"shared-prefix-{shared_prefix}-{name}"
+    return Workload(name, tuple(requests), description)
 
 
 def _is_count(value: Any) -> bool:

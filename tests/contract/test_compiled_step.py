@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.drive import Ask, compiled, jit_submit, submission
-from support.hlo import report
 from support.record import recorded
 from support.stubs import STUB_SHAPE, HistoryDecoder
 from support.tiny import TINY, tiny_decoder
 
+from jpaged.bench.hlo import report
+from jpaged.bench.scheduling import Sizes
 from jpaged.config import EngineConfig
-from jpaged.step import abort, make_state, run, step, submit
+from jpaged.step import abort, demand, make_state, run, step, submit
 
 SHAPE = {"layers": TINY.num_layers, "kv_heads": TINY.num_kv_heads, "head_dim": TINY.head_dim}
 PAGES, ROWS = 8192, 8
@@ -78,6 +79,34 @@ def test_temporary_bytes_are_the_same_for_a_pool_of_twice_the_size(stacked, budg
     # What grows with the number of pages is their reference counts, not what they hold.
     grown = abs(large["temporary_bytes"] - small["temporary_bytes"])
     assert grown <= 32 * PAGES < (large_bytes - small_bytes) / 100
+
+
+def check_scheduling(small: dict, large: dict) -> None:
+    """That the compiled step without a model, and `demand`, have two conditionals (the sampler's) in all, loops of
+    known length alone and no copy of the pool, and are the same but for their sizes. `large` has 256 slots of 256
+    pages, in tables that are the largest thing that may be copied."""
+    for program, conditionals in (("step", 2), ("demand", 0)):
+        for counts in (small[program], large[program]):
+            assert counts["conditionals"] == conditionals, program
+            assert counts["unknown_loops"] == [], program
+            assert counts["pool_copies"] == 0, program
+        assert small[program]["known_loops"] == large[program]["known_loops"], program
+        assert large[program]["largest_copy_bytes"] <= 4 * 256 * 256, program
+
+
+def test_the_scheduler_alone_is_the_same_program_at_any_size(record_property):
+    """Catches: a branch or a loop in the scheduler that depends on what it schedules, or that XLA makes only where
+    there are many slots, a long queue or a large pool; a copy of the pool that the decoder's own writes would hide."""
+    found = []
+    for sizes in (Sizes(4, 8, 40, max_model_len=128), Sizes(256, 4096, 30_000)):
+        state = jax.eval_shape(sizes.state)
+        programs = {
+            "step": jax.jit(sizes.step, donate_argnums=0).lower(state).compile(),
+            "demand": jax.jit(lambda state: demand(state)).lower(state).compile(),
+        }
+        found.append({name: report(program, state.pool.k.shape) for name, program in programs.items()})
+        record_property(f"cpu scheduling {sizes}", json.dumps(found[-1]))
+    check_scheduling(*found)
 
 
 def test_submit_and_abort_are_in_place_and_without_loops():
@@ -165,6 +194,26 @@ def cuda_plugin(request) -> Path | None:
 
 
 KERNELS = jax.__version_info__ >= (0, 11)
+STEP_SCRIPT = Path(__file__).parents[1] / "gpu" / "aot_step.py"
+
+
+def compiled_for_h200s(name: str, cuda_plugin: Path | None) -> list[dict]:
+    """What `tests/gpu/aot_step.py` found of the programs `name`."""
+    path = os.pathsep.join([*([str(cuda_plugin)] if cuda_plugin else []), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, str(STEP_SCRIPT), name], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_on_an_h200_the_scheduler_alone_asks_nothing_of_the_host(cuda_plugin, record_property):
+    """The same for a GPU, where each loop of unknown length and each conditional is a round trip to the host."""
+    found = compiled_for_h200s("scheduling", cuda_plugin)
+    for counts in found:
+        name = f"h200 scheduling {counts['slots']} slots, {counts['queued']} queued, {counts['pages']} pages"
+        record_property(name, json.dumps(counts))
+    check_scheduling(*found)
 
 
 @pytest.mark.parametrize("model", ["llama-8b", "qwen-0.5b", "llama-70b"])
@@ -174,13 +223,7 @@ def test_on_h200s_nothing_grows_with_the_pool(model, cuda_plugin, record_propert
     round trip to the host, a sort's scratch memory, a collective too many."""
     if model != "llama-8b" and not KERNELS:
         pytest.skip(f"the kernels need JAX 0.11 and this is {jax.__version__}; .ci/run has environments with them")
-    script = Path(__file__).parents[1] / "gpu" / "aot_step.py"
-    path = os.pathsep.join([*([str(cuda_plugin)] if cuda_plugin else []), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [sys.executable, str(script), model], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    programs = json.loads(result.stdout.splitlines()[-1])
+    programs = compiled_for_h200s(model, cuda_plugin)
     for counts in programs:
         record_property(f"h200 {model} budget {counts['budget']} steps {counts['steps']}", json.dumps(counts))
     for counts in programs:
@@ -198,9 +241,9 @@ def test_on_h200s_nothing_grows_with_the_pool(model, cuda_plugin, record_propert
         assert counts["unknown_loops"] == [burst] * walks
         assert counts["attention_kernels"] == (counts["layers"] if KERNELS else 0)
         assert counts["all_reduces"] == (2 * counts["layers"] if counts["cards"] > 1 else 0)
-    before = [counts for counts in recorded(script.with_name("step.json")) if counts["model"] == model]
+    before = [counts for counts in recorded(STEP_SCRIPT.with_name("step.json")) if counts["model"] == model]
     for now, then in zip(programs, before, strict=before != []):
-        message = f"temporaries were {then['temporary_bytes']}; if that is meant, run {script} --write"
+        message = f"temporaries were {then['temporary_bytes']}; if that is meant, run {STEP_SCRIPT} --write"
         assert now["temporary_bytes"] <= 1.01 * then["temporary_bytes"], message
     if model == "llama-8b":
         full, half, _ = programs

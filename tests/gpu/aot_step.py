@@ -2,6 +2,7 @@
 
     python tests/gpu/aot_step.py             all models
     python tests/gpu/aot_step.py llama-8b    one
+    python tests/gpu/aot_step.py scheduling  the step of `jpaged.bench.scheduling`, without a model
     python tests/gpu/aot_step.py --write     all, recorded for this JAX in tests/gpu/step.json
 
 Run by `tests/contract/test_compiled_step.py` in a process that has XLA's CUDA plugin on its path, and compared with
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -23,15 +24,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the project
 import jax
 import jax.numpy as jnp
 from support.gpu_aot import compile_for, mesh
-from support.hlo import report
 from support.record import record
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_HALF_B
 
+from jpaged.bench.hlo import report
+from jpaged.bench.scheduling import Sizes
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import abstract_decoder
 from jpaged.parallel.rules import TENSOR, parameter_shardings, state_shardings
-from jpaged.step import make_state, run, step
+from jpaged.step import demand, make_state, run, step
 
 ROWS = 64
 RECORD = Path(__file__).with_name("step.json")
@@ -55,6 +57,7 @@ PROGRAMS = {
     ],
     "qwen-0.5b": [Program(QWEN_HALF_B, 100_000, 256), Program(QWEN_HALF_B, 100_000, 64, steps=8)],
     "llama-70b": [Program(LLAMA_70B, 100_000, 64, steps=8, cards=8)],
+    "scheduling": [Sizes(16, 64, 1000), Sizes(256, 4096, 30_000)],
 }  # fmt: skip
 
 
@@ -101,9 +104,21 @@ def measure(program: Program) -> dict:
     }
 
 
+def measure_scheduling(sizes: Sizes) -> dict:
+    card, state = mesh("h200"), jax.eval_shape(sizes.state)
+    programs = {
+        "step": compile_for(card, sizes.step, state, donate_argnums=0), "demand": compile_for(card, demand, state),
+    }  # fmt: skip
+    return asdict(sizes) | {name: report(program, state.pool.k.shape) for name, program in programs.items()}
+
+
 def main() -> None:
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(PROGRAMS)
-    results = [{"model": name} | measure(program) for name in names for program in PROGRAMS[name]]
+    results = []
+    for name in names:
+        for program in PROGRAMS[name]:
+            found = measure_scheduling(program) if isinstance(program, Sizes) else measure(program)
+            results.append({"model": name} | found)
     if "--write" in sys.argv:
         record(RECORD, results)
     print(json.dumps(results))

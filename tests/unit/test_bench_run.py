@@ -75,6 +75,31 @@ def test_history_and_totals_tell_the_same(kind, both):
         assert sample.pages_in_use <= measured.num_pages
 
 
+def test_a_shared_prefix_is_computed_once_and_held_once(loaded):
+    """Catches: a mode that is named without being in force, and counts of prompts or pages that say otherwise. Each
+    of the requests alone would compute its 8 shared tokens and hold them in two pages of its own."""
+    workload = synthetic_workload(
+        6, seed=1, token_ids=(0, 31), prompt_tokens=(1, 4), output_tokens=(4, 8), shared_prefix=8
+    )
+    unshared = replace(CONFIG, enable_prefix_caching=False)
+    outcomes = [
+        run_engine(kind, loaded, workload, config, model="stub")
+        for kind, config in (("continuous", CONFIG), ("continuous", unshared), ("static", CONFIG))
+    ]
+    for outcome in outcomes:
+        assert outcome.measured.token_ids == {r.request_id: expected(r) for r in workload.requests}
+    report = make_report(outcomes, check=True)
+    assert report.problems == []
+    assert [run.engine for run in report.runs] == ["continuous", "unshared", "static"]
+    assert [run.prompt_tokens_found for run in report.runs] == [5 * 8, 0, 0]
+    total = workload.prompt_tokens
+    assert [run.prompt_tokens_computed for run in report.runs] == [total - 5 * 8, total, total]
+    shared, alone, static = (run.kv_share for run in report.runs)
+    # two of the three that run together name the two pages of the first
+    assert shared.reserved_pages_peak == alone.reserved_pages_peak - 4
+    assert (static.reserved_pages_peak, static.page_size) == (3, 32)
+
+
 def test_failed_requests_are_the_same_in_both_and_do_not_count(loaded):
     """ME-04 with real engines: a prompt that ends with the stub's NaN token fails, alone."""
     workload = mix()

@@ -46,13 +46,15 @@ def pretended(job, *, wrong=(), failed=()):
         useful_row_steps=20,
         wasted_row_steps=4,
         preemptions=0,
+        prompt_tokens_found=0,
+        prompt_tokens_computed=workload.prompt_tokens,
         num_pages=10,
         page_size=16,
         history=tuple(StepSample(i, 2, 0, 3, 40, 8, 8) for i in range(3)),
     )
     result = RunResult.of(
         measured,
-        engine=job.engine,
+        engine=job.name,
         model=job.model,
         prompt_tokens=workload.prompt_tokens,
         peak_rss_bytes=2**30,
@@ -103,7 +105,9 @@ def test_sizing_prints_the_arithmetic():
         (("sizing", "--memory", "8GB"), "no room for a single page"),
         (("sizing", "--dtype", "int3"), "dtype must be one of"),
         (("bench", "--engine", "both", "--workload", "none.json"), "--workload: there is no file none.json"),
-        (("bench", "--engine", "vllm"), "engine must be one of ('continuous', 'static'), got 'vllm'"),
+        (("bench", "--engine", "vllm"), "must be one of ('continuous', 'static', 'both', 'all'), got 'vllm'"),
+        (("bench", "--engine", "all", "--no-enable-prefix-caching"), "'all' runs with prefix caching and without"),
+        (("bench", "--shared-prefix", 9, "--workload", __file__), "begin as they do: a shared prefix (of 9"),
         (("bench", "--num-pages", 4, "--pool-bytes", 9), "give num_pages (4) or pool_bytes (9), not both"),
         (("bench", "--json", "no-such-place/report.json"), "--json: there is no directory"),
         (("bench", "--dtype", "int3"), "dtype must be 'auto' or one of"),
@@ -136,6 +140,28 @@ def test_bench_runs_both_engines_on_one_job_and_ends_with_json(jobs, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_shared_prefix_is_run_with_sharing_without_it_and_statically(jobs):
+    """Catches: a run without sharing that shares, or that the report does not tell from the other."""
+    result = invoke("bench", "--synthetic", 3, "--shared-prefix", 20)
+    assert result.exit_code == 0, result.output
+    assert [(job.name, job.engine) for job in jobs] == [
+        ("continuous", "continuous"), ("unshared", "continuous"), ("static", "static"),
+    ]  # fmt: skip
+    assert [job.config["enable_prefix_caching"] for job in jobs] == [True, False, True]
+    assert all(job.workload.shared_prefix == 20 for job in jobs)
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert [run["engine"] for run in last["runs"]] == ["continuous", "unshared", "static"]
+    assert set(last["ratios"]) == {"continuous_over_unshared", "continuous_over_static"}
+    assert "continuous / unshared" in result.stdout and "continuous / static" in result.stdout
+
+
+def test_without_prefix_caching_the_continuous_engine_has_another_name(jobs):
+    result = invoke("bench", "--synthetic", 3, "--no-enable-prefix-caching")
+    assert result.exit_code == 0
+    assert [(job.engine, job.name) for job in jobs] == [("continuous", "unshared"), ("static", "static")]
+    assert set(json.loads(result.stdout.splitlines()[-1])["ratios"]) == {"unshared_over_static"}
+
+
 def test_one_engine_has_nothing_to_be_compared_with(jobs):
     result = invoke("bench", "--engine", "static", "--synthetic", 3)
     assert result.exit_code == 0
@@ -153,6 +179,7 @@ def test_engines_that_disagree_end_with_status_1(monkeypatch):
     result = invoke("bench", "--synthetic", 3)
     assert result.exit_code == 1
     assert "token ids differ between engines: request '1' differs at output token" in result.stdout
+    assert "(continuous and static)" in result.stdout
     assert json.loads(result.stdout.splitlines()[-1])["check"]["difference"] is not None
     assert invoke("bench", "--synthetic", 3, "--no-check").exit_code == 0
 

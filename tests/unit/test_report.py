@@ -91,7 +91,7 @@ class FakeEngine:
     def stats(self):
         return SimpleNamespace(
             steps=self.steps, useful_row_steps=3 * self.steps, wasted_row_steps=self.steps, preemptions=0,
-            total_pages=20,
+            total_pages=20, prefix_queries=9 * self.steps, prefix_hits=4 * self.steps,
         )  # fmt: skip
 
 
@@ -139,6 +139,7 @@ def test_counts_and_times_of_a_complete_run():
     assert measured.wall_s == 4.0
     assert (measured.compile_s, measured.compiled_programs, measured.compiled_while_measured) == (2.5, 3, 0)
     assert (measured.steps, measured.useful_row_steps, measured.wasted_row_steps) == (4, 12, 4)
+    assert (measured.prompt_tokens_found, measured.prompt_tokens_computed) == (16, 20)
     run = result(measured)
     assert run.output_tokens_per_s == work.output_tokens / 4.0
     assert (run.requests, run.failed_requests, run.complete) == (10, 0, True)
@@ -240,6 +241,9 @@ def test_shares_are_means_over_the_steps_in_which_requests_run():
     share = KVShare.of([sample(4, 30), sample(2, 6), sample(0, 0)], num_pages=10, page_size=10)
     assert share.to_json() == {
         "allocated_tokens": 100,
+        "page_size": 10,
+        "reserved_pages_peak": 4,
+        "reserved_tokens_peak": 40,
         "reserved_tokens_mean": 30.0,
         "used_tokens_mean": 18.0,
         "used_of_reserved": 0.6,
@@ -312,6 +316,19 @@ def test_the_table_compares_in_words():
     assert "continuous / static" in text
     (line,) = [line for line in text.splitlines() if "output tokens/s" in line]
     assert [word for word in line.split() if word.replace(".", "").isdigit()] == ["7.2", "3.6", "2.00"]
+
+
+def test_the_first_run_is_compared_with_each_of_the_others():
+    """Catches: a ratio that stands under another run's name, and a table of three runs without any."""
+    measured, _ = measure(workload())
+    out = open_null()
+    runs = [result(replace(measured, wall_s=4.0 * n), name) for n, name in enumerate(("one", "two", "three"), start=1)]
+    Console(width=200, file=out).print(report(*runs).table())
+    rows = (line.replace("┃", "│").split("│") for line in out.getvalue().splitlines())
+    head, *lines = (row for row in rows if len(row) > 1)
+    assert [cell.strip() for cell in head[2:-1]] == ["one", "two", "three", "one / two", "one / three"]
+    (wall,) = [line for line in lines if line[1].strip() == "wall time"]
+    assert [cell.strip() for cell in wall[2:-1]] == ["4.00 s", "8.00 s", "12.00 s", "0.50", "0.33"]
 
 
 def test_a_breakdown_has_a_table_of_its_own():

@@ -134,9 +134,24 @@ def test_synthetic_lengths_are_log_uniform_and_within_their_bounds():
     assert ids == set(range(10, 20))
 
 
+def test_a_shared_prefix_comes_before_prompts_of_the_usual_lengths():
+    """Catches: prompts that go on alike after the prefix, or whose own part is shorter for it."""
+    settings = {"seed": 3, "token_ids": (0, 999), "prompt_tokens": (4, 9), "output_tokens": (2, 5)}
+    workload = synthetic_workload(20, **settings, shared_prefix=50)
+    prompts = [r.prompt_token_ids for r in workload.requests]
+    assert len({p[:50] for p in prompts}) == 1
+    assert len({p[50] for p in prompts}) > 10
+    assert {len(p) - 50 for p in prompts} == set(range(4, 10))
+    assert workload.name == "shared-prefix-50-synthetic-20-seed3"
+    assert workload.sha256.startswith("6432a55654591d0b")  # fixed for good
+    assert workload == synthetic_workload(20, **settings, shared_prefix=50)
+    assert synthetic_workload(20, **settings, shared_prefix=0) == synthetic_workload(20, **settings)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"shared_prefix": -1}, "shared_prefix must be a number of tokens >= 0, got -1"),
         ({"count": 0}, "count must be"),
         ({"token_ids": (5, 4)}, "token_ids must be"),
         ({"prompt_tokens": (0, 4)}, "prompt_tokens must be"),
