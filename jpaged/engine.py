@@ -12,22 +12,24 @@ import bisect
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged import sizing
+from jpaged import saving, sizing
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.pool import Decoder
 from jpaged.request import FinishReason, Request
+from jpaged.snapshot import pack_state, unpack_state
 from jpaged.stats import EngineStats, StepStats, TokenEvent
-from jpaged.step import EngineState, Finish, Submission, abort, demand, evict, make_state, run, submit
+from jpaged.step import EngineState, Finish, Status, Submission, abort, demand, evict, make_state, run, submit
 from jpaged.submission import Namespaces, check_request, fill_row
 
 logger = logging.getLogger("jpaged")
@@ -86,6 +88,7 @@ class Engine:
         self._requests: dict[int, Request] = {}  # by uid
         self._pending: list[int] = []  # uids that wait on the host, by priority and then in order
         self._on_device: set[int] = set()
+        self._events: dict[str, list[TokenEvent]] = {}  # by request id, what came out so far
         self._next_uid = 0
         self._namespaces = Namespaces()
         self.weight_version = 0
@@ -225,9 +228,16 @@ class Engine:
         if request.request_id in self._uids:
             raise ValueError(f"request id {request.request_id!r} is in use by a request that has not ended")
         self._next_uid += 1
-        self._uids[request.request_id] = self._next_uid
-        self._requests[self._next_uid] = request
-        bisect.insort(self._pending, self._next_uid, key=lambda uid: (self._requests[uid].priority, uid))
+        self._hold(self._next_uid, request)
+        self._wait(self._next_uid)
+
+    def _hold(self, uid: int, request: Request) -> None:
+        self._uids[request.request_id] = uid
+        self._requests[uid] = request
+        self._events[request.request_id] = []
+
+    def _wait(self, uid: int) -> None:
+        bisect.insort(self._pending, uid, key=lambda uid: (self._requests[uid].priority, uid))
 
     def _feed(self) -> None:
         """Moves requests from the host's queue into free rows of the state."""
@@ -277,7 +287,11 @@ class Engine:
         budget = self._budget(int(self._demand))
         program = self.program(budget)
         self._state, records, self._demand = program(self._params, self._state)
-        return events + self._read(jax.device_get(records), budget)
+        events += self._read(jax.device_get(records), budget)
+        for event in events:
+            if event.request_id in self._events:  # else it has ended
+                self._events[event.request_id].append(event)
+        return events
 
     def _budget(self, wanted: int) -> int:
         """The token budget for a step that would compute `wanted` tokens: the smallest compiled one that holds them,
@@ -345,7 +359,8 @@ class Engine:
         )
 
     def _forget(self, uid: int) -> None:
-        del self._uids[self._requests.pop(uid).request_id]
+        name = self._requests.pop(uid).request_id
+        del self._uids[name], self._events[name]
         self._on_device.discard(uid)
 
     # -- requests out
@@ -385,6 +400,7 @@ class Engine:
         self._requests.clear()
         self._pending.clear()
         self._on_device.clear()
+        self._events.clear()
 
     # -- what pages hold
 
@@ -417,6 +433,85 @@ class Engine:
         self._params = jax.tree_util.tree_map_with_path(fitted, self._params, params)
         self.weight_version += 1
         self.reset_prefix_cache()
+
+    # -- saved and restored
+
+    def save_state(self, directory: str | Path, files: Mapping[str, str] | None = None) -> Path:
+        """Saves what runs and waits, and what is cached, so that another engine can go on with it. This one goes on as
+        if nothing had been. `history` is not saved.
+
+        Args:
+            directory: a new one; it appears complete or not at all.
+            files: texts to keep with it, by plain file name.
+
+        Returns:
+            The directory, absolute.
+
+        Raises:
+            ValueError: something is already there.
+        """
+        pending = set(self._pending)
+        host = saving.HostState(
+            requests=tuple(
+                saving.HeldRequest(uid, request, uid in pending, tuple(self._events[request.request_id]))
+                for uid, request in self._requests.items()
+            ),
+            next_uid=self._next_uid,
+            seeds=dict(self._seeds.bit_generator.state),
+            namespaces=self._namespaces.to_json(),
+            weight_version=self.weight_version,
+            totals=dict(self._totals),
+        )
+        return saving.save(
+            directory, pack_state(self._state), host, config=self.config, model=self.model_config, params=self._params,
+            files=files,
+        )  # fmt: skip
+
+    def load_state(self, saved: saving.Saved) -> None:
+        """Goes on with what another engine saved. All tokens are those that it would have given; what this one has
+        cached is forgotten.
+
+        Args:
+            saved: of an engine of the same model, weights and sizes; what may differ is in `saving.FREE_FIELDS`. Cached
+                pages that find no room are left out.
+
+        Raises:
+            RuntimeError: while requests have not ended here.
+            ValueError: it does not fit this engine, or is damaged. Nothing has been changed then but the cache.
+        """
+        if self.has_work:
+            raise RuntimeError(
+                f"a state cannot be loaded while {len(self._requests)} requests have not ended; use a new engine"
+            )
+        saved.check(self.config, self.model_config, self._params)
+        host, arrays = saved.host, saved.arrays
+        on_device = {held.uid for held in host.requests if not held.pending}
+        if (live := set(arrays["requests.uid"][arrays["requests.status"] != Status.FREE].tolist())) != on_device:
+            raise ValueError(
+                f"{saved.path} is damaged: its state holds the requests {sorted(live)}, and {saving.ENGINE_FILE} says "
+                f"{sorted(on_device)}"
+            )
+        namespaces = Namespaces.from_json(host.namespaces)
+        self.reset_prefix_cache()
+        try:
+            self._state = unpack_state(arrays, self._state)
+        except BaseException:
+            self.abort_all()
+            raise
+        for held in host.requests:
+            self._hold(held.uid, held.request)
+            self._events[held.request.request_id].extend(held.events)
+            if held.pending:
+                self._wait(held.uid)
+        self._on_device = on_device
+        self._next_uid, self.weight_version, self._namespaces = host.next_uid, host.weight_version, namespaces
+        self._seeds.bit_generator.state = host.seeds
+        self._totals = dict(host.totals)
+        self._put(Submission.empty(_SUBMIT_BATCH, self.max_model_len))  # says what the next step would compute
+
+    def unfinished(self) -> list[tuple[Request, list[TokenEvent]]]:
+        """The requests that have not ended, in the order of submission, and what came out of each so far."""
+        return [(request, list(self._events[request.request_id])) for request in self._requests.values()]
 
     # -- a look inside
 
