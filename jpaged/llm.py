@@ -272,8 +272,8 @@ class LLM:
         return [outputs[number] for number in range(len(requests))]
 
     def _stream(self, requests: list[Request], arrived: deque[StreamEvent] | None = None) -> Iterator[StreamEvent]:
-        """Runs `requests` to their ends. However it is left, none of them stays in the engine. They are submitted, unless
-        they have been and `arrived` is where their events go.
+        """Runs `requests` to their ends. However it is left, none of them stays in the engine. They are submitted,
+        unless they have been and `arrived` is where their events go.
 
         Several may be open at once, in one thread or in many: the engine runs the requests of all of them together,
         and whichever is asked first for what has not come yet runs the next burst, for the others too.
@@ -335,9 +335,9 @@ class LLM:
     # -- saved and restored
 
     def save_state(self, directory: str | Path) -> Path:
-        """Saves the running engine: what runs and waits, what came out of it, and what is cached; with Orbax, and of the
-        pool only the pages that hold something. Nothing changes here, and all that is open goes on. `restore` goes on
-        with it too, in another process.
+        """Saves the running engine: what runs and waits, what came out of it, and what is cached; with Orbax, and of
+        the pool only the pages that hold something. Nothing changes here, and all that is open goes on. `restore` goes
+        on with it too, in another process.
 
             for event in llm.stream(prompts):              # left open, or between two of its pieces
                 llm.save_state("saved")
@@ -376,8 +376,8 @@ class LLM:
         chat_template: str | None = None,
         **changes: Any,
     ) -> LLM:
-        """An LLM that goes on where `save_state` was called: `resume` finishes what had not ended, and every token is the
-        one that it would have been.
+        """An LLM that goes on where `save_state` was called: `resume` finishes what had not ended, and every token is
+        the one that it would have been.
 
             llm = LLM.restore("saved", num_pages=1000)
             outputs = llm.resume()
