@@ -98,9 +98,14 @@ def unpack_state(arrays: Mapping[str, Any], state: EngineState) -> EngineState:
     def filled(path: Any, leaf: jax.Array) -> jax.Array:
         name = _name(path)
         # Copied, as the state will be donated: on a CPU the array may else be the buffer of the numpy array.
-        return leaf if _in_pool(name) else jax.device_put(jnp.array(host[name], copy=True), leaf.sharding)
+        return leaf if _in_pool(name) else _placed(jnp.array(host[name], copy=True), leaf)
 
     return jax.tree_util.tree_map_with_path(filled, replace(state, pool=pool))
+
+
+def _placed(array: jax.Array, like: jax.Array) -> jax.Array:
+    """`array` where `like` is; nowhere in particular if that is so too, for then they share compiled programs."""
+    return jax.device_put(array, like.sharding) if like.committed else array
 
 
 # Names
@@ -217,7 +222,7 @@ def _read_pool(pool: KVPool, pages: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _write_pool(pool: KVPool, packed: Mapping[str, Any], kept: np.ndarray, new: np.ndarray) -> KVPool:
-    size, shardings = _chunk(pool), jax.tree.map(lambda array: array.sharding, pool)
+    size, empty = _chunk(pool), pool
     for start in range(0, len(kept), size):
         some = kept[start : start + size]
         number = np.full(size, 1 + pool.num_pages, np.int32)  # padding, which is dropped
@@ -227,7 +232,7 @@ def _write_pool(pool: KVPool, packed: Mapping[str, Any], kept: np.ndarray, new: 
             chunk[name] = np.zeros((array.shape[0], size, *array.shape[2:]), array.dtype)
             chunk[name][:, : len(some)] = array[:, some]
         pool = _write(pool, number, KVPool(**chunk))
-    return jax.device_put(pool, shardings)
+    return jax.tree.map(_placed, pool, empty)
 
 
 @jax.jit
