@@ -69,9 +69,12 @@ def save(
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            # Orbax stores no array without elements: such a one is its description.
-            checkpointer.save(partial / ARRAYS, {name: array for name, array in arrays.items() if array.size})
+        # Orbax stores no array without elements, and nothing where there are no others: their description is enough.
+        if stored := {name: array for name, array in arrays.items() if array.size}:
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                checkpointer.save(partial / ARRAYS, stored)
+        else:
+            (partial / ARRAYS).mkdir()
         (partial / FILES).mkdir()
         for name, content in (files or {}).items():
             (partial / FILES / name).write_text(content, encoding="utf-8")

@@ -49,7 +49,7 @@ def pack_state(state: EngineState) -> dict[str, np.ndarray]:
         that can be found, lowest first.
     """
     leaves = _leaves(state)
-    # A view of the device's buffer would change with the next step, to which the state is donated.
+    # Copied: a view would hold buffers that the next step is to take.
     refcount, findable = np.array(state.refcount), np.array(state.prefixes.findable)
     refcount[SCRATCH_PAGE] = 0
     pages = np.flatnonzero((refcount > 0) | findable).astype(np.int32)

@@ -179,7 +179,8 @@ def test_what_comes_after_is_as_it_would_have_been(tmp_path):
     or a counter that begins anew, and a salt that finds what another has cached, or nothing of its own."""
 
     def late() -> list[Request]:
-        return [replace(request, request_id=f"late {request.request_id}") for request in mix(3)]
+        new = [replace(request, request_id=f"new {request.request_id}", cache_salt="new") for request in mix(3)]
+        return new + [replace(request, request_id=f"late {request.request_id}") for request in mix(3)]
 
     first = Run.of(make(num_pages=30))
     for request in mix(3):
@@ -238,7 +239,7 @@ def test_a_pool_larger_than_a_chunk_is_moved_whole(monkeypatch):
 
 
 def test_a_packed_state_does_not_change_when_the_engine_goes_on():
-    """Catches: views of buffers that the next step takes."""
+    """Catches: arrays of the device among what is packed, which the next step takes."""
     driver = Driver(replace(CONFIG, num_pages=30), READER)
     driver.submit(Ask(1, range(10), 30))
     driver.step()
