@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -68,8 +69,12 @@ def save(
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(partial / ARRAYS, dict(arrays))
+        # Orbax stores no array without elements, and nothing where there are no others: their description is enough.
+        if stored := {name: array for name, array in arrays.items() if array.size}:
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                checkpointer.save(partial / ARRAYS, stored)
+        else:
+            (partial / ARRAYS).mkdir()
         (partial / FILES).mkdir()
         for name, content in (files or {}).items():
             (partial / FILES / name).write_text(content, encoding="utf-8")
@@ -156,12 +161,11 @@ class OrbaxSource:
         return self._restore({name: ocp.ArrayRestoreArgs(sharding=sharding[name]) for name in self._infos})
 
     def _restore(self, restore_args: dict[str, Any]) -> dict[str, Any]:
-        wanted = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(restore_args, 0), restore_args=restore_args, partial_restore=True
-        )
+        stored = {name: args for name, args in restore_args.items() if 0 not in self._infos[name].shape}
+        wanted = ocp.args.PyTreeRestore(item=dict.fromkeys(stored, 0), restore_args=stored, partial_restore=True)
         try:
             with ocp.PyTreeCheckpointer() as checkpointer:
-                arrays = checkpointer.restore(self._root / ARRAYS, args=wanted)
+                arrays = checkpointer.restore(self._root / ARRAYS, args=wanted) if stored else {}
         except (ValueError, KeyError, OSError) as error:
             raise ValueError(f"{self._root / ARRAYS} cannot be restored: {error}") from error
         for name, array in arrays.items():
@@ -171,4 +175,8 @@ class OrbaxSource:
                     f"array {name!r} of {self.path} is {array.dtype}{tuple(array.shape)}, and "
                     f"{DESCRIPTION_FILE} says {info.kind}{info.shape}"
                 )
+        for name in restore_args.keys() - stored.keys():
+            empty = np.zeros(self._infos[name].shape, jnp.dtype(self._infos[name].kind))
+            sharding = getattr(restore_args[name], "sharding", None)
+            arrays[name] = empty if sharding is None else jax.device_put(empty, sharding)
         return arrays

@@ -12,25 +12,28 @@ import bisect
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged import sizing
+from jpaged import saving, sizing
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.pool import Decoder
 from jpaged.request import FinishReason, Request
+from jpaged.snapshot import pack_state, unpack_state
 from jpaged.stats import EngineStats, StepStats, TokenEvent
 from jpaged.step import (
     NO_UID,
     EngineState,
     Finish,
+    Status,
     Submission,
     abort,
     advance,
@@ -86,6 +89,15 @@ def _advance(state: EngineState, beams: tuple[jax.Array, jax.Array, jax.Array]) 
     return state, demand(state)
 
 
+@dataclass
+class _Held:
+    """A request that has not ended."""
+
+    request: Request
+    uids: list[int]  # of its continuations that have not ended
+    events: list[TokenEvent] = field(default_factory=list)  # what came out so far
+
+
 class Engine:
     """Continuous batching over a paged KV cache.
 
@@ -107,8 +119,8 @@ class Engine:
         self._seeds = np.random.default_rng(config.seed)
         self._programs: dict[tuple[int, int], Any] = {}  # by token budget and candidates
         self._helpers: dict[Any, Any] = {}
-        self._uids: dict[str, list[int]] = {}  # by request id, of continuations that have not ended
-        self._requests: dict[int, Request] = {}  # by uid, each of one continuation
+        self._held: dict[str, _Held] = {}  # by request id
+        self._requests: dict[int, Request] = {}  # by uid, each of one continuation that has not ended
         self._pending: list[int] = []  # uids that wait on the host, by priority and then in order
         self._on_device: set[int] = set()
         self._next_uid = 0
@@ -252,14 +264,13 @@ class Engine:
             ValueError: it can never run here (see `check`), or its id is in use.
         """
         self.check(request)
-        if request.request_id in self._uids:
+        if request.request_id in self._held:
             raise ValueError(f"request id {request.request_id!r} is in use by a request that has not ended")
-        uids = self._uids[request.request_id] = []
-        for continuation in request.continuations():
-            self._next_uid += 1
-            uids.append(self._next_uid)
-            self._requests[self._next_uid] = continuation
-            bisect.insort(self._pending, self._next_uid, key=lambda uid: (self._requests[uid].priority, uid))
+        uids = range(self._next_uid + 1, self._next_uid + 1 + request.params.n)
+        self._next_uid = uids[-1]
+        self._hold(request, uids)
+        for uid in uids:
+            self._wait(uid)
 
     def fork(self, request_id: str, new_request_id: str, *, index: int = 0, seed: int | None = None) -> None:
         """Branches a running generation: a new request with all that continuation `index` of `request_id` has by now,
@@ -273,13 +284,13 @@ class Engine:
             ValueError: there is no such continuation in the state, as it has ended or waits on the host still; the new
                 id is in use; or the state has no room for another request.
         """
-        names = {self._requests[uid].index: uid for uid in self._uids.get(request_id, ()) if uid in self._on_device}
+        names = {self._requests[uid].index: uid for uid in self._uids(request_id) if uid in self._on_device}
         if index not in names:
             raise ValueError(
                 f"continuation {index} of request {request_id!r} cannot be branched: those that have begun and not "
                 f"ended are {sorted(names)}"
             )
-        if new_request_id in self._uids:
+        if new_request_id in self._held:
             raise ValueError(f"request id {new_request_id!r} is in use by a request that has not ended")
         rows = self.config.max_num_seqs + self.config.max_queue
         if len(self._on_device) >= rows:
@@ -289,14 +300,13 @@ class Engine:
         params = replace(request.params, seed=seed)
         self._next_uid += 1
         self._branch(names[index], self._next_uid, seed)
-        self._uids[new_request_id] = [self._next_uid]
-        self._requests[self._next_uid] = replace(request, request_id=new_request_id, params=params, index=0)
+        self._hold(replace(request, request_id=new_request_id, params=params, index=0), [self._next_uid])
         self._on_device.add(self._next_uid)
 
     def advance(self, request_id: str, moves: Sequence[tuple[int, int]]) -> None:
         """Lets a request with candidates go on: its continuation i is from now on what continuation `moves[i][0]` is,
         and the token `moves[i][1]` after it. All of these have been offered candidates since they last went on."""
-        uids = {self._requests[uid].index: uid for uid in self._uids[request_id]}
+        uids = {self._requests[uid].index: uid for uid in self._uids(request_id)}
         size = self.config.max_num_seqs
         beams = np.full((3, size), NO_UID, np.int32)
         for index, (source, token) in enumerate(moves):
@@ -307,6 +317,19 @@ class Engine:
         branch = tuple(np.array([value], dtype) for value, dtype in ((uid, "i4"), (new_uid, "i4"), (seed, "u4")))
         self._state, self._demand = self._helper(_fork, branch)
 
+    def _hold(self, request: Request, uids: Sequence[int], indices: Sequence[int] | None = None) -> None:
+        """Continuation `indices[i]` of `request`, or number i, has the uid `uids[i]`."""
+        self._held[request.request_id] = _Held(request, list(uids))
+        each = request.continuations()
+        self._requests |= {uid: each[index] for uid, index in zip(uids, indices or range(len(uids)), strict=True)}
+
+    def _uids(self, request_id: str) -> list[int]:
+        held = self._held.get(request_id)
+        return held.uids if held else []
+
+    def _wait(self, uid: int) -> None:
+        bisect.insort(self._pending, uid, key=lambda uid: (self._requests[uid].priority, uid))
+
     def _feed(self) -> None:
         """Moves requests from the host's queue into free rows of the state."""
         rows = self.config.max_num_seqs + self.config.max_queue
@@ -315,7 +338,7 @@ class Engine:
             for place in range(min(_SUBMIT_BATCH, len(self._pending), rows - len(self._on_device))):
                 uid = self._pending.pop(0)
                 request = self._requests[uid]
-                others = (other for other in self._uids[request.request_id] if other in self._on_device)
+                others = (other for other in self._uids(request.request_id) if other in self._on_device)
                 parent = next(others, NO_UID)
                 self._on_device.add(uid)
                 fill_row(
@@ -359,7 +382,11 @@ class Engine:
         budget = self._budget(int(self._demand), candidates)
         program = self.program(budget, candidates)
         self._state, records, self._demand = program(self._params, self._state)
-        return events + self._read(jax.device_get(records), budget)
+        events += self._read(jax.device_get(records), budget)
+        for event in events:
+            if event.request_id in self._held:  # else it has ended
+                self._held[event.request_id].events.append(event)
+        return events
 
     def _candidates(self) -> int:
         """Those that the next burst offers: a power of two, so that there are few programs, or the vocabulary."""
@@ -438,9 +465,10 @@ class Engine:
 
     def _forget(self, uid: int) -> None:
         name = self._requests.pop(uid).request_id
-        self._uids[name].remove(uid)
-        if not self._uids[name]:
-            del self._uids[name]
+        uids = self._held[name].uids
+        uids.remove(uid)
+        if not uids:
+            del self._held[name]
         self._on_device.discard(uid)
 
     # -- requests out
@@ -448,7 +476,7 @@ class Engine:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Gives requests up, waiting or running; nobody uses their pages when this returns. Unknown ids are ignored:
         a request may have ended a moment ago."""
-        uids = {uid for name in request_ids for uid in self._uids.get(name, ())}
+        uids = {uid for name in request_ids for uid in self._uids(name)}
         on_device = [uid for uid in uids if uid in self._on_device]
         self._pending = [uid for uid in self._pending if uid not in uids]
         for uid in uids:
@@ -466,7 +494,7 @@ class Engine:
         deleted = any(leaf.is_deleted() for leaf in jax.tree.leaves((self._state, self._demand)))
         if not deleted:
             try:
-                self.abort(list(self._uids))
+                self.abort(list(self._held))
                 jax.block_until_ready(self._state)
                 return
             except RuntimeError as error:  # what a failed computation left behind fails when it is used
@@ -476,7 +504,7 @@ class Engine:
     def _reset(self) -> None:
         self._state = self._make_state(self.config)
         self._demand = jnp.int32(0)
-        self._uids.clear()
+        self._held.clear()
         self._requests.clear()
         self._pending.clear()
         self._on_device.clear()
@@ -512,6 +540,92 @@ class Engine:
         self._params = jax.tree_util.tree_map_with_path(fitted, self._params, params)
         self.weight_version += 1
         self.reset_prefix_cache()
+
+    # -- saved and restored
+
+    def save_state(self, directory: str | Path, files: Mapping[str, str] | None = None) -> Path:
+        """Saves what runs and waits, and what is cached, so that another engine can go on with it. This one goes on as
+        if nothing had been. `history` is not saved.
+
+        Args:
+            directory: a new one; it appears complete or not at all.
+            files: texts to keep with it, by plain file name.
+
+        Returns:
+            The directory, absolute.
+
+        Raises:
+            ValueError: something is already there, or a request with candidates has not ended.
+        """
+        if held := [request.request_id for request in self._requests.values() if request.candidates]:
+            raise ValueError(f"a search that waits to be told how it goes on cannot be saved: request {held[0]!r}")
+        host = saving.HostState(
+            requests=tuple(self._saved(held) for held in self._held.values()),
+            next_uid=self._next_uid,
+            seeds=dict(self._seeds.bit_generator.state),
+            namespaces=self._namespaces.to_json(),
+            weight_version=self.weight_version,
+            totals=dict(self._totals),
+        )
+        return saving.save(
+            directory, pack_state(self._state), host, config=self.config, model=self.model_config, params=self._params,
+            files=files,
+        )  # fmt: skip
+
+    def _saved(self, held: _Held) -> saving.HeldRequest:
+        return saving.HeldRequest(
+            request=held.request,
+            uids=tuple(held.uids),
+            indices=tuple(self._requests[uid].index for uid in held.uids),
+            pending=tuple(uid for uid in held.uids if uid not in self._on_device),
+            events=tuple(held.events),
+        )
+
+    def load_state(self, saved: saving.Saved) -> None:
+        """Goes on with what another engine saved. All tokens are those that it would have given; what this one has
+        cached is forgotten.
+
+        Args:
+            saved: of an engine of the same model, weights and sizes; what may differ is in `saving.FREE_FIELDS`. Cached
+                pages that find no room are left out.
+
+        Raises:
+            RuntimeError: while requests have not ended here.
+            ValueError: it does not fit this engine, or is damaged. Nothing has been changed then but the cache.
+        """
+        if self.has_work:
+            raise RuntimeError(
+                f"a state cannot be loaded while {len(self._requests)} requests have not ended; use a new engine"
+            )
+        saved.check(self.config, self.model_config, self._params)
+        host, arrays = saved.host, saved.arrays
+        on_device = {uid for held in host.requests for uid in held.uids if uid not in held.pending}
+        if (live := set(arrays["requests.uid"][arrays["requests.status"] != Status.FREE].tolist())) != on_device:
+            raise ValueError(
+                f"{saved.path} is damaged: its state holds the requests {sorted(live)}, and {saving.ENGINE_FILE} says "
+                f"{sorted(on_device)}"
+            )
+        namespaces = Namespaces.from_json(host.namespaces)
+        self.reset_prefix_cache()
+        try:
+            self._state = unpack_state(arrays, self._state)
+        except BaseException:
+            self.abort_all()
+            raise
+        for held in host.requests:
+            self._hold(held.request, held.uids, held.indices)
+            self._held[held.request.request_id].events.extend(held.events)
+            for uid in held.pending:
+                self._wait(uid)
+        self._on_device = on_device
+        self._next_uid, self.weight_version, self._namespaces = host.next_uid, host.weight_version, namespaces
+        self._seeds.bit_generator.state = host.seeds
+        self._totals = dict(host.totals)
+        self._put(Submission.empty(_SUBMIT_BATCH, self.max_model_len))  # says what the next step would compute
+
+    def unfinished(self) -> list[tuple[Request, list[TokenEvent]]]:
+        """The requests that have not ended, in the order of submission, and what came out of each so far."""
+        return [(held.request, list(held.events)) for held in self._held.values()]
 
     # -- a look inside
 

@@ -35,6 +35,7 @@ from jpaged.request import (
     RequestOutput,
     SamplingParams,
 )
+from jpaged.saving import Saved, to_json
 from jpaged.stats import EngineStats, TokenEvent
 from jpaged.submission import stop_ids
 from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -42,6 +43,9 @@ from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
 with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain bar
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
+
+#: What an LLM adds to the directory of a saved engine.
+_LLM_FILE = "llm.json"
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -56,6 +60,25 @@ class StreamEvent:
     finished: bool  # whether this continuation has ended; `output.finished`: all of the prompt's
     output: RequestOutput  # all of it so far
     continuation: int = 0  # its index in `output.outputs`
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A request that has ended, and whose output nobody has taken yet."""
+
+    request: Request
+    events: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True)
+class _LLMState:
+    """llm.json"""
+
+    model: str
+    tokenizer: str  # its fingerprint
+    next_id: int
+    order: tuple[str, ...]  # ids of requests whose outputs are wanted, in the order of submission
+    ended: tuple[_Ended, ...]
 
 
 class LLM:
@@ -99,9 +122,11 @@ class LLM:
         # Held for a burst, never between two pieces of a stream.
         self._lock = threading.Lock()
         self._beam_lock = threading.Lock()  # held for a whole call
-        # Of each request in the engine, where its events go and what turns them into text.
+        # Of each request whose output is not taken yet, where its events go and what turns them into text.
         self._routes: dict[str, tuple[deque[Any], _Output | _Beams]] = {}
         self._abandoned: deque[str] = deque()
+        # Requests that `resume` finishes, and what has arrived of them.
+        self._left: tuple[list[Request], deque[StreamEvent]] = [], deque()
 
     # -- generation
 
@@ -205,7 +230,7 @@ class LLM:
                     while arrived:
                         output = arrived.popleft()
                         outputs[output.request_id] = output
-                        del open_[output.request_id]
+                        del open_[output.request_id], self._routes[output.request_id]
                         bar.update(1)
             finally:
                 self._abandoned.extend(open_)
@@ -312,12 +337,14 @@ class LLM:
 
     # -- from events to outputs
 
-    def _collect(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _collect(
+        self, requests: list[Request], use_tqdm: bool, arrived: deque[StreamEvent] | None = None
+    ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         tokens = 0
         with tqdm(total=len(requests), desc="Prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
             start = time.perf_counter()
-            for event in self._stream(requests):
+            for event in self._stream(requests, arrived):
                 tokens += len(event.delta_token_ids)
                 if event.output.finished:
                     outputs[event.index] = event.output
@@ -325,19 +352,21 @@ class LLM:
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.1f} output tokens/s", refresh=False)
         return [outputs[number] for number in range(len(requests))]
 
-    def _stream(self, requests: list[Request]) -> Iterator[StreamEvent]:
-        """Runs `requests` to their ends. However it is left, none of them stays in the engine.
+    def _stream(self, requests: list[Request], arrived: deque[StreamEvent] | None = None) -> Iterator[StreamEvent]:
+        """Runs `requests` to their ends. However it is left, none of them stays in the engine. They are submitted,
+        unless they have been and `arrived` is where their events go.
 
         Several may be open at once, in one thread or in many: the engine runs the requests of all of them together,
         and whichever is asked first for what has not come yet runs the next burst, for the others too.
         """
-        arrived: deque[StreamEvent] = deque()
         open_ = {request.request_id for request in requests}
         try:
-            with self._lock:
-                for number, request in enumerate(requests):
-                    self.engine.submit(request)
-                    self._routes[request.request_id] = arrived, _Output(number, request, self.tokenizer)
+            if arrived is None:
+                arrived = deque()
+                with self._lock:
+                    for number, request in enumerate(requests):
+                        self.engine.submit(request)
+                        self._routes[request.request_id] = arrived, _Output(number, request, self.tokenizer)
             while open_:
                 with self._lock:
                     if not arrived:
@@ -346,6 +375,7 @@ class LLM:
                     piece = arrived.popleft()
                     if piece.output.finished:
                         open_.remove(piece.output.request_id)
+                        self._routes.pop(piece.output.request_id, None)
                     yield piece
         finally:
             # This may be the garbage collector's call, in the middle of a burst of the same thread.
@@ -369,8 +399,6 @@ class LLM:
             for name, events in now_seen.items():
                 arrived, output = self._routes[name]
                 arrived.extend(output.add(events))
-                if output.finished:
-                    del self._routes[name]
         except BaseException:
             self._routes.clear()
             engine.abort_all()
@@ -384,6 +412,112 @@ class LLM:
             self._routes.pop(names[-1], None)
         if names and self._engine is not None:
             self._engine.abort(names)
+
+    # -- saved and restored
+
+    def save_state(self, directory: str | Path) -> Path:
+        """Saves the running engine: what runs and waits, what came out of it, and what is cached; with Orbax, and of
+        the pool only the pages that hold something. Nothing changes here, and all that is open goes on. `restore` goes
+        on with it too, in another process.
+
+            for event in llm.stream(prompts):              # left open, or between two of its pieces
+                llm.save_state("saved")
+
+        Args:
+            directory: a new one; it appears complete or not at all. Weights are not saved.
+
+        Returns:
+            The directory, absolute.
+
+        Raises:
+            RuntimeError: after `close`.
+            ValueError: something is already there, or a beam search is under way.
+        """
+        with self._lock:
+            self._drop_abandoned()
+            # The engine refuses where a beam search is under way.
+            routes = {name: output for name, (_, output) in list(self._routes.items()) if isinstance(output, _Output)}
+            ended = [one for one in routes.values() if one.finished]
+            path = Path(self.model).expanduser()
+            own = _LLMState(
+                model=str(path.absolute()) if path.exists() else self.model,
+                tokenizer=self.tokenizer.fingerprint(),
+                next_id=next(self._ids),
+                order=tuple(routes),
+                ended=tuple(_Ended(one.request, tuple(one.events)) for one in ended),
+            )
+            return self.engine.save_state(directory, {_LLM_FILE: to_json(own)})
+
+    @classmethod
+    def restore(
+        cls,
+        directory: str | Path,
+        *,
+        model: str | Path | None = None,
+        tokenizer: Tokenizer | None = None,
+        chat_template: str | None = None,
+        **changes: Any,
+    ) -> LLM:
+        """An LLM that goes on where `save_state` was called: `resume` finishes what had not ended, and every token is
+        the one that it would have been.
+
+            llm = LLM.restore("saved", num_pages=1000)
+            outputs = llm.resume()
+
+        `stats` counts on; the history of steps and the times of outputs begin anew.
+
+        Args:
+            directory: of `save_state`.
+            model: where the model is now, if it is not where it was. Its weights must be the same.
+            tokenizer, chat_template: as for `LLM`; give those that were given to the LLM that was saved.
+            changes: fields of EngineConfig that may be others now: `num_pages` or `pool_bytes`, `admission`, `victim`,
+                `max_num_batched_tokens`, `token_budgets`, `steps_per_burst`, `gpu_memory_utilization`. A policy that is
+                not one of `jpaged.policy` must be given.
+
+        Raises:
+            ValueError: the directory is not whole or of another version, the model, its weights or the tokenizer are
+                others, a field is changed that may not be, or the pages in use do not fit.
+        """
+        saved = Saved(directory)
+        own = saved.read(_LLM_FILE, _LLMState)
+        config = saved.config(**changes)
+        llm = cls(model or own.model, config=config, tokenizer=tokenizer, chat_template=chat_template)
+        try:
+            if llm.tokenizer.fingerprint() != own.tokenizer:
+                raise ValueError(f"{directory} was saved with another tokenizer: give it, as tokenizer=")
+            llm.engine.load_state(saved)
+            llm._ids = itertools.count(own.next_id)
+            llm._leave(own)
+        except BaseException:
+            llm.close()
+            raise
+        return llm
+
+    def resume(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Finishes the requests that `restore` found, as `generate` does its own.
+
+        Returns:
+            The outputs of all that had not ended, or whose output nobody had taken, in the order of submission; each
+            with all its text and log-probabilities, also what it had before. A second time there are none.
+        """
+        requests, arrived = self._left
+        self._left = [], deque()
+        return self._collect(requests, use_tqdm, arrived)
+
+    def _leave(self, own: _LLMState) -> None:
+        """Leaves to `resume` what an engine that was restored holds."""
+        requests, arrived = self._left
+        held = {one.request.request_id: (one.request, list(one.events)) for one in own.ended}
+        held |= {request.request_id: (request, events) for request, events in self.engine.unfinished()}
+        # Last those that were submitted to the engine itself.
+        for number, name in enumerate(dict.fromkeys((*own.order, *held))):
+            request, events = held[name]
+            output = _Output(number, request, self.tokenizer)
+            pieces = output.add(events)
+            self._routes[name] = arrived, output
+            requests.append(request)
+            if output.finished:
+                arrived.append(pieces[-1])
 
     # -- the engine
 
@@ -440,6 +574,7 @@ class LLM:
             if decoder != self.decoder:
                 raise ValueError(f"{model} has another configuration than {self.model}: {checkpoint.config}")
             self.engine.replace_params(params)
+            self.model = str(model)
 
     def close(self) -> None:
         """Frees the device's memory at once. Twice is harmless; any other use afterwards is a RuntimeError."""
@@ -469,7 +604,8 @@ class _Output:
 
     def __init__(self, number: int, request: Request, tokenizer: Tokenizer):
         self.number = number
-        self._request = request
+        self.request = request
+        self.events: list[TokenEvent] = []
         self._continuations = [_Continuation(index, request, tokenizer) for index in range(request.params.n)]
         self._metrics = RequestMetrics(arrival_s=time.monotonic())
         self._cached_tokens = 0
@@ -480,6 +616,7 @@ class _Output:
 
     def add(self, events: list[TokenEvent]) -> list[StreamEvent]:
         """What is new, a piece of each continuation that got something."""
+        self.events.extend(events)
         of_each: dict[int, list[TokenEvent]] = {}
         for event in events:
             of_each.setdefault(event.index, []).append(event)
@@ -495,9 +632,9 @@ class _Output:
         if self.finished:
             self._metrics.finished_s = time.monotonic()
         output = RequestOutput(
-            request_id=self._request.request_id,
-            prompt=self._request.prompt,
-            prompt_token_ids=list(self._request.prompt_token_ids),
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=list(self.request.prompt_token_ids),
             outputs=outputs,
             finished=self.finished,
             metrics=self._metrics,

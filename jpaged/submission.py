@@ -86,3 +86,15 @@ class Namespaces:
         if len(self._numbers) > most:
             self._numbers.popitem(last=False)
         return number
+
+    def to_json(self) -> dict[str, Any]:
+        """What it remembers, in values that JSON has."""
+        return {"numbers": [[*key, number] for key, number in self._numbers.items()], "used": self._used}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Namespaces:
+        """From what `to_json` gave."""
+        namespaces = cls()
+        namespaces._numbers.update({(salt, version): number for salt, version, number in values["numbers"]})
+        namespaces._used = values["used"]
+        return namespaces

@@ -8,6 +8,7 @@ and no second look at what it already gave out.
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -203,6 +204,14 @@ class Tokenizer:
             f"bos_token={self.bos_token!r}, eos_tokens={self.eos_tokens!r}, "
             f"chat_template={'yes' if self.chat_template else 'no'})"
         )
+
+    def fingerprint(self) -> str:
+        """A number in letters, the same for tokenizers that decode every id to the same bytes."""
+        digest = hashlib.sha256()
+        for token in range(self.vocab_size):
+            data = self.token_bytes(token)
+            digest.update(len(data).to_bytes(4, "little") + data)
+        return digest.hexdigest()[:16]
 
     def _id_of(self, token: str, what: str) -> int:
         found = self._backend.token_to_id(token)

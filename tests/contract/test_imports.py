@@ -17,7 +17,7 @@ LAYERS = [
     {"jpaged.viz", "jpaged.bench", "jpaged.serve"},
     {"jpaged.llm", "jpaged.baseline"},
     {"jpaged.engine", "jpaged.tokenizer"},
-    {"jpaged.submission", "jpaged.sizing"},
+    {"jpaged.submission", "jpaged.sizing", "jpaged.snapshot", "jpaged.saving"},
     {"jpaged.step"},
     {"jpaged.models"},
     {"jpaged.quant", "jpaged.parallel"},

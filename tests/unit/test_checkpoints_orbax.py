@@ -41,6 +41,17 @@ def test_arrays_metadata_and_files_come_back(tmp_path):
     assert_same({name: source.read(name) for name in source.names()})
 
 
+def test_arrays_without_elements_come_back(tmp_path):
+    """Catches: Orbax, which refuses them; alone, among others, and where a sharding is asked for."""
+    empty = {"none": np.zeros((2, 0, 3), ml_dtypes.bfloat16)}
+    for arrays in (ARRAYS | empty, empty):
+        path = orbax.save(tmp_path / str(len(arrays)), arrays)
+        for found in (orbax.restore(path), orbax.restore(path, on_one_cpu())):
+            assert found.keys() == arrays.keys()
+            assert (found["none"].shape, found["none"].dtype) == ((2, 0, 3), ml_dtypes.bfloat16)
+        assert open_source(path).read("none").shape == (2, 0, 3)
+
+
 def test_relative_paths_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     orbax.save("here", ARRAYS)

@@ -263,9 +263,9 @@ def test_a_failing_device_call_loses_requests_and_not_the_engine(monkeypatch):
     engine.submit(request("a", [1, 2]))
     program = engine.program
 
-    def failing(budget):
+    def failing(budget, candidates):
         def call(params, state):
-            program(budget)(params, state)  # takes the buffers
+            program(budget, candidates)(params, state)  # takes the buffers
             raise RuntimeError("the device fell over")
 
         return call

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import subprocess
+import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 from support.checkpoint_files import HIDDEN, byte_level_tokenizer, hf_config, hf_tensors, write_hf, write_tokenizer
 
 from jpaged import LLM, EngineConfig, FinishReason, SamplingParams
+from jpaged.request import Request
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"
@@ -369,6 +373,98 @@ def test_updated_weights_are_those_of_the_other_checkpoint(directory, tmp_path):
             llm.update_weights(directory)
         stream.close()
         assert llm.generate(text, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def taken(output) -> tuple:
+    """What a caller gets of an output: all but times and how much was found computed."""
+    (completion,) = output.outputs
+    return output.request_id, output.prompt, output.prompt_token_ids, completion, output.finished
+
+
+@pytest.fixture(scope="module")
+def interrupted(directory, tmp_path_factory):
+    """A saved LLM with two streams open, one of which has an output that nobody took; and all outputs as they came out
+    of the LLM that was not interrupted, in the order of submission."""
+    params = [replace(GREEDY, max_tokens=4 + 9 * (i % 2)) for i in range(7)]
+    params[2] = SamplingParams(temperature=1.0, max_tokens=14, ignore_eos=True)  # whose seed the engine draws
+    with LLM(directory, config=CONFIG) as llm:
+        first = llm.stream([f"Ünïcode 🌟 {i}" for i in range(7)], params)
+        second = llm.stream("short", replace(GREEDY, max_tokens=2))
+        outputs = {}
+        next(first), next(second)
+        while "7" in [request.request_id for request, _ in llm.engine.unfinished()]:
+            if (event := next(first)).finished:
+                outputs[event.output.request_id] = event.output
+        begun = set(outputs)
+        path = llm.save_state(tmp_path_factory.mktemp("llm") / "saved")
+        for event in (*first, *second):
+            outputs[event.output.request_id] = event.output
+        return path, [outputs[str(number)] for number in range(8) if str(number) not in begun]
+
+
+def test_a_restored_llm_gives_the_outputs_that_it_would_have_given(interrupted, directory, tmp_path):
+    """Ids, texts and log-probabilities, with more pages, moved weights, and after a second save. Catches: text or
+    log-probabilities that begin after the restore, an output that had ended and was not taken, another order."""
+    path, expected = interrupted
+    assert 2 <= len(expected) < 8 and len(expected[-1].outputs[0].token_ids) == 2
+    moved = tmp_path / "moved"
+    moved.symlink_to(directory)
+    with LLM.restore(path, model=moved, num_pages=80) as llm:
+        assert (llm.config.num_pages, llm.stats().total_pages) == (80, 80)
+        # A call of its own goes between, and has an id of its own.
+        other = llm.generate("another", GREEDY, use_tqdm=False)[0]
+        assert other.request_id not in {output.request_id for output in expected}
+        again = llm.save_state(tmp_path / "again")
+        outputs = llm.resume(use_tqdm=False)
+        assert [taken(output) for output in outputs] == [taken(output) for output in expected]
+        assert llm.resume(use_tqdm=False) == [] and llm.stats().in_use_pages == 0
+    with LLM.restore(again) as llm:
+        assert [taken(output) for output in llm.resume(use_tqdm=False)] == [taken(output) for output in expected]
+
+
+RESTORED = """
+import sys, json, dataclasses
+from jpaged import LLM
+outputs = LLM.restore(sys.argv[1]).resume(use_tqdm=False)
+print(json.dumps([dataclasses.asdict(output.outputs[0]) for output in outputs]))
+"""
+
+
+def test_another_process_goes_on(interrupted):
+    """Catches: what is found only in the process that saved it."""
+    path, expected = interrupted
+    result = subprocess.run([sys.executable, "-c", RESTORED, str(path)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found == json.loads(json.dumps([asdict(output.outputs[0]) for output in expected]))
+
+
+def test_requests_of_the_engine_itself_are_resumed_too(directory, tmp_path):
+    """Catches: a request that no stream waits for, and its tokens from before."""
+    with LLM(directory, config=CONFIG) as llm:
+        expected = llm.generate("Hello", GREEDY, use_tqdm=False)[0]
+        llm.engine.submit(Request("mine", tuple(expected.prompt_token_ids), GREEDY, "Hello"))
+        events = [event for _ in range(3) for event in llm.engine.burst()]
+        assert 0 < len(events) < 6
+        llm.save_state(tmp_path / "saved")
+    with LLM.restore(tmp_path / "saved") as llm:
+        (output,) = llm.resume(use_tqdm=False)
+    assert (output.request_id, output.outputs[0].token_ids) == ("mine", expected.outputs[0].token_ids)
+    assert output.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
+def test_what_cannot_be_restored_is_refused(interrupted, directory, tmp_path):
+    path, _ = interrupted
+    write_model(tmp_path / "other", seed=6)
+    with pytest.raises(ValueError, match=r"other weights: \d+ differ, the first is "):
+        LLM.restore(path, model=tmp_path / "other")
+    with pytest.raises(ValueError, match="saved with page_size 8 and cannot go on with 16"):
+        LLM.restore(path, page_size=16)
+    with pytest.raises(ValueError, match=r"llm\.json cannot be read"), LLM(directory, config=CONFIG) as llm:
+        llm.engine.save_state(tmp_path / "engine only")
+        LLM.restore(tmp_path / "engine only")
+    with pytest.raises(RuntimeError, match="was closed"):
+        llm.save_state(tmp_path / "closed")
 
 
 def test_repr_and_stats_are_worth_reading(llm):
