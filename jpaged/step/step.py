@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jpaged.pool import Decoder, StepBatch
 from jpaged.step.admit import admit
+from jpaged.step.decisions import decided
 from jpaged.step.evict import evict, preempt
 from jpaged.step.pack import pack
 from jpaged.step.prefix import token_hash
@@ -35,15 +36,17 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int) -> E
 
     What happened is in `state.record`. Pure: use it under `jax.jit`, with the state donated.
     """
-    state = preempt(evict(state), budget)
-    state = admit(state, budget)
-    state, tokens = schedule(state, budget)
-    batch, slot_of_row = pack(state, tokens, budget)
-    logits, pool = decoder(params, state.pool, batch)
-    state = replace(state, pool=pool)
+    evicted = evict(state)
+    kept = preempt(evicted, budget)
+    admitted = admit(kept, budget)
+    scheduled, tokens = schedule(admitted, budget)
+    batch, slot_of_row = pack(scheduled, tokens, budget)
+    logits, pool = decoder(params, scheduled.pool, batch)
+    state = replace(scheduled, pool=pool)
     token, logprob, healthy = sample(logits, _sample_inputs(state, batch, slot_of_row))
     state = _finish(state, tokens, slot_of_row, token, logprob, healthy, budget)
-    return book_pages(attach(enter(state, most_pages(state, budget))))
+    state = book_pages(attach(enter(state, most_pages(state, budget))))
+    return _trace(state, evicted, [kept, admitted, scheduled, state], budget)
 
 
 def run(
@@ -70,6 +73,18 @@ def demand(state: EngineState) -> jax.Array:
     who would be admitted from the queue."""
     unlimited = state.requests.tokens.size
     return jnp.sum(grant(admit(state, unlimited), unlimited), dtype=jnp.int32)
+
+
+def _trace(state: EngineState, evicted: EngineState, stages: list[EngineState], budget: int) -> EngineState:
+    """Records what the step decided, in a state that keeps a trace. `stages` as in `decisions.decided`."""
+    last = state.record.decisions
+    if last is None:
+        return state
+    lost = evicted.slots.occupied & ~stages[0].slots.occupied
+    preempted = jnp.where(lost, evicted.requests.uid[evicted.slots.request], 0)
+    tables = [stage.slots.page_table for stage in stages]
+    now = decided(last, tables, preempted, state.prefixes.findable, most_pages(state, budget))
+    return replace(state, record=replace(state.record, decisions=now))
 
 
 def _sample_inputs(state: EngineState, batch: StepBatch, slot_of_row: jax.Array) -> SampleInputs:
