@@ -29,6 +29,7 @@ from jpaged.request import FinishReason, Request
 from jpaged.stats import EngineStats, StepStats, TokenEvent
 from jpaged.step import EngineState, Finish, Submission, abort, demand, evict, make_state, run, submit
 from jpaged.submission import Namespaces, check_request, fill_row
+from jpaged.trace import Abort, Input, ReplaceParams, ResetPrefixCache, Restart, Submit, Trace, TracedRequest
 
 logger = logging.getLogger("jpaged")
 
@@ -91,6 +92,8 @@ class Engine:
         self.weight_version = 0
         self.compile_seconds = 0.0
         self.config, self.num_pages, self.max_model_len = self._resolve(config)
+        #: What the engine was told and what its steps decided, where `config.trace` asks for it.
+        self.trace = Trace(self.config, self._shape) if config.trace else None
         self._reset()
         self.history: deque[StepStats] = deque(maxlen=_HISTORY)
         self._totals = dict.fromkeys(
@@ -150,12 +153,18 @@ class Engine:
             )
         return left
 
-    def _make_state(self, config: EngineConfig) -> EngineState:
+    @property
+    def _shape(self) -> dict[str, int]:
         model = self.model_config
-        return make_state(
-            config, layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-            dtype=jnp.dtype(config.dtype),
-        )  # fmt: skip
+        return {"layers": model.num_layers, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+
+    def _make_state(self, config: EngineConfig) -> EngineState:
+        return make_state(config, **self._shape, dtype=jnp.dtype(config.dtype))
+
+    def _tell(self, told: Input) -> None:
+        """Keeps what the state was told, for a replay."""
+        if self.trace is not None:
+            self.trace.inputs.append(told)
 
     # -- programs
 
@@ -227,6 +236,10 @@ class Engine:
         self._next_uid += 1
         self._uids[request.request_id] = self._next_uid
         self._requests[self._next_uid] = request
+        if self.trace is not None:
+            self.trace.requests[self._next_uid] = TracedRequest(
+                request.request_id, len(request.prompt_token_ids), len(self.trace)
+            )
         bisect.insort(self._pending, self._next_uid, key=lambda uid: (self._requests[uid].priority, uid))
 
     def _feed(self) -> None:
@@ -246,6 +259,7 @@ class Engine:
                     ),
                 )  # fmt: skip
             self._put(batch)
+            self._tell(Submit.of(batch))
 
     def _put(self, batch: Submission) -> None:
         self._state, self._demand = self._helper(_submit, batch)
@@ -266,7 +280,10 @@ class Engine:
         try:
             return self._burst()
         except BaseException:
-            self.abort_all()
+            if self.trace is None:
+                self.abort_all()
+            else:  # which may lack what the state was told last
+                self._reset()
             raise
 
     def _burst(self) -> list[TokenEvent]:
@@ -277,7 +294,10 @@ class Engine:
         budget = self._budget(int(self._demand))
         program = self.program(budget)
         self._state, records, self._demand = program(self._params, self._state)
-        return events + self._read(jax.device_get(records), budget)
+        records = jax.device_get(records)
+        if self.trace is not None:
+            self.trace.add_burst(budget, records)
+        return events + self._read(records, budget)
 
     def _budget(self, wanted: int) -> int:
         """The token budget for a step that would compute `wanted` tokens: the smallest compiled one that holds them,
@@ -292,6 +312,7 @@ class Engine:
         if not full:
             return []
         self._pending = [uid for uid in self._pending if uid not in set(full)]
+        self._tell(Abort(tuple(full)))
         events = [TokenEvent(self._requests[uid].request_id, None, 0.0, FinishReason.LENGTH) for uid in full]
         for uid in full:
             self._forget(uid)
@@ -328,21 +349,7 @@ class Engine:
         self._totals["preemptions"] += int(record.preempted)
         self._totals["prefix_queries"] += int(record.prefix_queries)
         self._totals["prefix_hits"] += int(record.prefix_hits)
-        self.history.append(
-            StepStats(
-                step=self._totals["steps"],
-                running=int(record.running),
-                waiting=int(record.waiting) + len(self._pending),
-                pages_in_use=int(record.pages_in_use),
-                tokens_in_pages=int(record.tokens_stored),
-                scheduled_tokens=computed,
-                budget=budget,
-                admitted=int(record.admitted),
-                preempted=int(record.preempted),
-                pages_cached=int(record.pages_cached),
-                prefix_hits=int(record.prefix_hits),
-            )
-        )
+        self.history.append(StepStats.of(record, self._totals["steps"], budget, pending=len(self._pending)))
 
     def _forget(self, uid: int) -> None:
         del self._uids[self._requests.pop(uid).request_id]
@@ -358,6 +365,8 @@ class Engine:
         self._pending = [uid for uid in self._pending if uid not in uids]
         for uid in uids:
             self._forget(uid)
+        if uids:
+            self._tell(Abort(tuple(sorted(uids))))
         if on_device:
             self._drop(on_device)
 
@@ -380,6 +389,7 @@ class Engine:
 
     def _reset(self) -> None:
         self._state = self._make_state(self.config)
+        self._tell(Restart())
         self._demand = jnp.int32(0)
         self._uids.clear()
         self._requests.clear()
@@ -395,6 +405,7 @@ class Engine:
         prefixes = self._state.prefixes
         nothing = jax.device_put(np.zeros(prefixes.findable.shape, bool), prefixes.findable.sharding)
         self._state = replace(self._state, prefixes=replace(prefixes, findable=nothing))
+        self._tell(ResetPrefixCache())
         return True
 
     def replace_params(self, params: Any) -> None:
@@ -416,6 +427,7 @@ class Engine:
 
         self._params = jax.tree_util.tree_map_with_path(fitted, self._params, params)
         self.weight_version += 1
+        self._tell(ReplaceParams())
         self.reset_prefix_cache()
 
     # -- a look inside
