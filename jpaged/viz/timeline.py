@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from jpaged.step import Finish
 from jpaged.trace import Abort, Burst, Restart, Trace
-from jpaged.viz.pages import CACHED_COLOUR, COLOURS, EDGE_COLOUR, SCRATCH_COLOUR, Picture
+from jpaged.viz.pages import CACHED_COLOUR, COLOURS, EDGE_COLOUR, SCRATCH_COLOUR, Picture, steps_filled
 
 #: more requests than this are drawn without their names, and without gaps between them
 NAMED_REQUESTS = 60
@@ -124,10 +124,11 @@ def plot_timeline(trace: Trace, *, title: str = "") -> Figure:
     handles = [Patch(facecolor=ACTIVITY_COLOURS[a], edgecolor=EDGE_COLOUR, label=NAMES[a]) for a in shown]
     requests.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(shown), frameon=False)
 
-    number = np.arange(1, steps + 1)
-    in_slots = (Activity.DECODE, Activity.PREFILL, Activity.HOLDING)
-    heights = [np.sum(table == activity, axis=0) for activity in in_slots]
-    slots.stackplot(number, heights, colors=[ACTIVITY_COLOURS[a] for a in in_slots], step="mid", linewidth=0)
+    below = np.zeros(steps, np.int64)
+    for activity in (Activity.DECODE, Activity.PREFILL, Activity.HOLDING):
+        top = below + np.sum(table == activity, axis=0)
+        steps_filled(slots, top, below, ACTIVITY_COLOURS[activity])
+        below = top
     slots.axhline(trace.config.max_num_seqs, color=EDGE_COLOUR, linewidth=1, linestyle=":")
     slots.set_ylim(0, 1.08 * trace.config.max_num_seqs)
     slots.set_ylabel(f"in {trace.config.max_num_seqs} slots")
