@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jpaged.request import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
     from jpaged.stats import EngineStats
     from jpaged.tokenizer import Tokenizer
+    from jpaged.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -34,11 +35,12 @@ _HOME = {
     "RequestOutput": "request",
     "SamplingParams": "request",
     "Tokenizer": "tokenizer",
+    "Trace": "trace",
 }
 
 __all__ = [
     "LLM", "CompletionOutput", "Engine", "EngineConfig", "EngineStats", "FinishReason", "Logprob",
-    "RequestOutput", "SamplingParams", "StreamEvent", "Tokenizer", "__version__",
+    "RequestOutput", "SamplingParams", "StreamEvent", "Tokenizer", "Trace", "__version__",
 ]  # fmt: skip
 
 

@@ -437,6 +437,10 @@ class Engine:
         """The current state. The next burst takes its buffers: copy what is to be kept."""
         return self._state
 
+    def request_id(self, uid: int) -> str | None:
+        """The id of the request that the state knows as `uid`; None if it has ended."""
+        return self._requests[uid].request_id if uid in self._requests else None
+
     @property
     def params(self) -> Any:
         return self._params

@@ -318,12 +318,13 @@ class Trace:
             raise ValueError(f"{path} has format {about['format']}; this version of jpaged reads {FORMAT}")
         config = about["config"]
         for name, given in (("admission", admission), ("victim", victim)):
-            config[name] = given or getattr(policy, config[name], None)
-            if config[name] is None:
+            found = given or getattr(policy, config[name], None)
+            if not callable(found):
                 raise ValueError(
-                    f"{path} was made with a policy {about['config'][name]!r}, which jpaged.policy does not have: "
+                    f"{path} was made with a policy {config[name]!r}, which jpaged.policy does not have: "
                     f"give it, load(path, {name}=...)"
                 )
+            config[name] = found
         try:
             trace = cls(EngineConfig(**config), about["shape"], about["made_by"])
             trace.requests = {uid: TracedRequest(*values) for uid, *values in about["requests"]}

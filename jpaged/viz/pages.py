@@ -243,11 +243,11 @@ def _draw_occupancy(axes: Axes, history: Sequence[PooledStep], num_pages: int, p
             f"on average {in_use.mean() / num_pages:.0%} of the pool is in use, and {share:.0%} of that holds tokens"
         )
         axes.set_title(words, loc="right", fontsize="small")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small", frameon=False)
     axes.axhline(num_pages, color=EDGE_COLOUR, linewidth=1, linestyle=":")
     axes.set_ylim(0, 1.05 * num_pages)
     axes.set_ylabel(f"of {num_pages:,} pages")
     axes.set_xlabel("step")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small", frameon=False)
 
 
 def _draw_grid(
