@@ -38,10 +38,12 @@ def requests(count: int = 14) -> list[Request]:
 
 def told(**changes) -> tuple[Engine, dict[str, list[int]]]:
     """An engine that was told the story, and the tokens that each request got: requests in two batches; one that has
-    no room for a token; two given up, one of which runs and one of which waits on the host; the prefix cache reset."""
+    no room for a token; three given up, of which some run and one waits on the host; the prefix cache reset; and two of
+    one prompt of full pages, the second of which computes a page in one step and gives it back in the same."""
     engine = Engine(READER, (), MODEL, replace(TIGHT, **changes))
     tokens: dict[str, list[int]] = {}
     first, second = requests()[:10], requests()[10:]
+    second += [Request(name, (5,) * 8, SamplingParams(temperature=0, max_tokens=5)) for name in ("twin", "other")]
     for request in first:
         engine.submit(request)
     bursts = 0
