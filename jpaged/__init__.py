@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from jpaged.stats import EngineStats
     from jpaged.tokenizer import Tokenizer
+    from jpaged.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -46,11 +47,12 @@ _HOME = {
     "RequestOutput": "request",
     "SamplingParams": "request",
     "Tokenizer": "tokenizer",
+    "Trace": "trace",
 }
 
 __all__ = [
     "LLM", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "CompletionOutput", "Engine", "EngineConfig",
-    "EngineStats", "FinishReason", "Logprob", "RequestOutput", "SamplingParams", "StreamEvent", "Tokenizer",
+    "EngineStats", "FinishReason", "Logprob", "RequestOutput", "SamplingParams", "StreamEvent", "Tokenizer", "Trace",
     "__version__",
 ]  # fmt: skip
 

@@ -38,6 +38,8 @@ class EngineConfig:
             changes no token.
         admission: who of the queue comes in first, a policy of `jpaged.policy` or one's own.
         victim: who of those who run makes room last, and is served first; a policy as well.
+        trace: keep what every step decides, and all that the engine is told, in `LLM.trace`: for pictures, and to
+            replay it. It changes no token, and grows with every step.
 
     Raises:
         ValueError: naming the field, the value given, and what is allowed.
@@ -58,6 +60,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     admission: Policy = by_priority
     victim: Policy = by_priority
+    trace: bool = False
 
     def __post_init__(self):
         counts = (
@@ -72,8 +75,9 @@ class EngineConfig:
             raise ValueError(f"give num_pages ({self.num_pages}) or pool_bytes ({self.pool_bytes}), not both")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
+        for name in ("enable_prefix_caching", "trace"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         for name in ("admission", "victim"):
             if not callable(policy := getattr(self, name)):
                 raise ValueError(f"{name} must be a policy, a function as in jpaged.policy; got {policy!r}")

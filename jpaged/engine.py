@@ -44,7 +44,8 @@ from jpaged.step import (
     run,
     submit,
 )
-from jpaged.submission import Namespaces, check_request, fill_row
+from jpaged.submission import Namespaces, branch, check_request, fill_row
+from jpaged.trace import Abort, Fork, Input, ReplaceParams, ResetPrefixCache, Restart, Submit, Trace, TracedRequest
 
 logger = logging.getLogger("jpaged")
 
@@ -128,6 +129,8 @@ class Engine:
         self.weight_version = 0
         self.compile_seconds = 0.0
         self.config, self.num_pages, self.max_model_len = self._resolve(config)
+        #: What the engine was told and what its steps decided, where `config.trace` asks for it.
+        self.trace = Trace(self.config, self._shape) if config.trace else None
         self._reset()
         self.history: deque[StepStats] = deque(maxlen=_HISTORY)
         self._totals = dict.fromkeys(
@@ -187,12 +190,18 @@ class Engine:
             )
         return left
 
-    def _make_state(self, config: EngineConfig) -> EngineState:
+    @property
+    def _shape(self) -> dict[str, int]:
         model = self.model_config
-        return make_state(
-            config, layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-            dtype=jnp.dtype(config.dtype),
-        )  # fmt: skip
+        return {"layers": model.num_layers, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+
+    def _make_state(self, config: EngineConfig) -> EngineState:
+        return make_state(config, **self._shape, dtype=jnp.dtype(config.dtype))
+
+    def _tell(self, told: Input) -> None:
+        """Keeps what the state was told, for a replay."""
+        if self.trace is not None:
+            self.trace.inputs.append(told)
 
     # -- programs
 
@@ -300,12 +309,15 @@ class Engine:
         params = replace(request.params, seed=seed)
         self._next_uid += 1
         self._branch(names[index], self._next_uid, seed)
+        self._tell(Fork(names[index], self._next_uid, seed))
         self._hold(replace(request, request_id=new_request_id, params=params, index=0), [self._next_uid])
         self._on_device.add(self._next_uid)
 
     def advance(self, request_id: str, moves: Sequence[tuple[int, int]]) -> None:
         """Lets a request with candidates go on: its continuation i is from now on what continuation `moves[i][0]` is,
         and the token `moves[i][1]` after it. All of these have been offered candidates since they last went on."""
+        if self.trace is not None:
+            raise ValueError("a trace has no place for what becomes of beams: use an engine without one")
         uids = {self._requests[uid].index: uid for uid in self._uids(request_id)}
         size = self.config.max_num_seqs
         beams = np.full((3, size), NO_UID, np.int32)
@@ -314,14 +326,16 @@ class Engine:
         self._state, self._demand = self._helper(_advance, tuple(beams))
 
     def _branch(self, uid: int, new_uid: int, seed: int) -> None:
-        branch = tuple(np.array([value], dtype) for value, dtype in ((uid, "i4"), (new_uid, "i4"), (seed, "u4")))
-        self._state, self._demand = self._helper(_fork, branch)
+        self._state, self._demand = self._helper(_fork, branch(uid, new_uid, seed))
 
     def _hold(self, request: Request, uids: Sequence[int], indices: Sequence[int] | None = None) -> None:
         """Continuation `indices[i]` of `request`, or number i, has the uid `uids[i]`."""
         self._held[request.request_id] = _Held(request, list(uids))
         each = request.continuations()
         self._requests |= {uid: each[index] for uid, index in zip(uids, indices or range(len(uids)), strict=True)}
+        if self.trace is not None:
+            for uid in uids:
+                self.trace.requests[uid] = TracedRequest.of(self._requests[uid], len(each), len(self.trace))
 
     def _uids(self, request_id: str) -> list[int]:
         held = self._held.get(request_id)
@@ -350,6 +364,7 @@ class Engine:
                     parent=parent,
                 )  # fmt: skip
             self._put(batch)
+            self._tell(Submit.of(batch))
 
     def _put(self, batch: Submission) -> None:
         self._state, self._demand = self._helper(_submit, batch)
@@ -370,7 +385,10 @@ class Engine:
         try:
             return self._burst()
         except BaseException:
-            self.abort_all()
+            if self.trace is None:
+                self.abort_all()
+            else:  # which may lack what the state was told last
+                self._reset()
             raise
 
     def _burst(self) -> list[TokenEvent]:
@@ -382,7 +400,10 @@ class Engine:
         budget = self._budget(int(self._demand), candidates)
         program = self.program(budget, candidates)
         self._state, records, self._demand = program(self._params, self._state)
-        events += self._read(jax.device_get(records), budget)
+        records = jax.device_get(records)
+        if self.trace is not None:
+            self.trace.add_burst(budget, records)
+        events += self._read(records, budget)
         for event in events:
             if event.request_id in self._held:  # else it has ended
                 self._held[event.request_id].events.append(event)
@@ -406,6 +427,7 @@ class Engine:
         if not full:
             return []
         self._pending = [uid for uid in self._pending if uid not in set(full)]
+        self._tell(Abort(tuple(full)))
         ended = (self._requests[uid] for uid in full)
         events = [TokenEvent(r.request_id, None, 0.0, FinishReason.LENGTH, index=r.index) for r in ended]
         for uid in full:
@@ -447,21 +469,7 @@ class Engine:
         self._totals["preemptions"] += int(record.preempted)
         self._totals["prefix_queries"] += int(record.prefix_queries)
         self._totals["prefix_hits"] += int(record.prefix_hits)
-        self.history.append(
-            StepStats(
-                step=self._totals["steps"],
-                running=int(record.running),
-                waiting=int(record.waiting) + len(self._pending),
-                pages_in_use=int(record.pages_in_use),
-                tokens_in_pages=int(record.tokens_stored),
-                scheduled_tokens=computed,
-                budget=budget,
-                admitted=int(record.admitted),
-                preempted=int(record.preempted),
-                pages_cached=int(record.pages_cached),
-                prefix_hits=int(record.prefix_hits),
-            )
-        )
+        self.history.append(StepStats.of(record, self._totals["steps"], budget, pending=len(self._pending)))
 
     def _forget(self, uid: int) -> None:
         name = self._requests.pop(uid).request_id
@@ -481,6 +489,8 @@ class Engine:
         self._pending = [uid for uid in self._pending if uid not in uids]
         for uid in uids:
             self._forget(uid)
+        if uids:
+            self._tell(Abort(tuple(sorted(uids))))
         if on_device:
             self._drop(on_device)
 
@@ -503,6 +513,7 @@ class Engine:
 
     def _reset(self) -> None:
         self._state = self._make_state(self.config)
+        self._tell(Restart())
         self._demand = jnp.int32(0)
         self._held.clear()
         self._requests.clear()
@@ -518,6 +529,7 @@ class Engine:
         prefixes = self._state.prefixes
         nothing = jax.device_put(np.zeros(prefixes.findable.shape, bool), prefixes.findable.sharding)
         self._state = replace(self._state, prefixes=replace(prefixes, findable=nothing))
+        self._tell(ResetPrefixCache())
         return True
 
     def replace_params(self, params: Any) -> None:
@@ -539,6 +551,7 @@ class Engine:
 
         self._params = jax.tree_util.tree_map_with_path(fitted, self._params, params)
         self.weight_version += 1
+        self._tell(ReplaceParams())
         self.reset_prefix_cache()
 
     # -- saved and restored
@@ -550,6 +563,8 @@ class Engine:
         Args:
             directory: a new one; it appears complete or not at all.
             files: texts to keep with it, by plain file name.
+
+        A trace is not saved, and what goes on keeps none.
 
         Returns:
             The directory, absolute.
@@ -567,8 +582,10 @@ class Engine:
             weight_version=self.weight_version,
             totals=dict(self._totals),
         )
+        state = replace(self._state, record=replace(self._state.record, decisions=None))
+        config = replace(self.config, trace=False)
         return saving.save(
-            directory, pack_state(self._state), host, config=self.config, model=self.model_config, params=self._params,
+            directory, pack_state(state), host, config=config, model=self.model_config, params=self._params,
             files=files,
         )  # fmt: skip
 
@@ -633,6 +650,10 @@ class Engine:
     def state(self) -> EngineState:
         """The current state. The next burst takes its buffers: copy what is to be kept."""
         return self._state
+
+    def request_id(self, uid: int) -> str | None:
+        """The id of the request that the state knows as `uid`; None if it has ended."""
+        return self._requests[uid].request_id if uid in self._requests else None
 
     @property
     def params(self) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jpaged.engine import Engine
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import load_decoder
 from jpaged.models.loading import load_checkpoint, resolve
+from jpaged.replay import replay
 from jpaged.request import (
     BeamSearchOutput,
     BeamSearchParams,
@@ -37,8 +38,10 @@ from jpaged.request import (
 )
 from jpaged.saving import Saved, to_json
 from jpaged.stats import EngineStats, TokenEvent
+from jpaged.step import EngineState
 from jpaged.submission import stop_ids
 from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
+from jpaged.trace import Trace
 
 with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain bar
     warnings.simplefilter("ignore", TqdmWarning)
@@ -46,6 +49,9 @@ with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain ba
 
 #: What an LLM adds to the directory of a saved engine.
 _LLM_FILE = "llm.json"
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -551,6 +557,51 @@ class LLM:
     def stats(self) -> EngineStats:
         """Totals since the start, and how pages stand."""
         return self.engine.stats()
+
+    @property
+    def trace(self) -> Trace:
+        """What the engine was told and what each step decided; it grows as the engine runs.
+
+        Raises:
+            ValueError: the engine keeps none.
+        """
+        if self.engine.trace is None:
+            raise ValueError(f"the trace of {self.model} is off: make the LLM with trace=True")
+        return self.engine.trace
+
+    def replay(self, until: int | None = None) -> EngineState:
+        """Does again, beside the engine, what it was told, up to and with step `until` (None: all), compares every step
+        with the trace to the bit, and returns the state there; see `jpaged.replay`. It takes memory for another pool.
+
+        Raises:
+            ValueError: there is no trace, no such step in it, or other weights were taken before it.
+            RuntimeError: a step did something else.
+        """
+        with self._lock:
+            return replay(self.trace, self.decoder, self.params, until)
+
+    def plot_pages(self, step: int | None = None) -> Figure:
+        """The pool over time, and who owns each page after step `step` of the trace, those included who ended in it.
+        None: the first step in which most pages were in use; without a trace, how things stand.
+
+        Raises:
+            ValueError: there is no such step, or no trace.
+        """
+        from jpaged.viz.engine import engine_pages
+
+        with self._lock:
+            return engine_pages(self.engine, step)
+
+    def plot_timeline(self) -> Figure:
+        """What each request did in each step of the trace: waited, computed its prompt, decoded, or had lost its slot.
+
+        Raises:
+            ValueError: there is no trace, or nothing in it.
+        """
+        from jpaged.viz.timeline import plot_timeline
+
+        with self._lock:
+            return plot_timeline(self.trace)
 
     def reset_prefix_cache(self) -> bool:
         """Makes all cached pages free. Returns False, and does nothing, while requests run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jpaged.request import FinishReason
 
@@ -38,6 +39,23 @@ class StepStats:
     preempted: int
     pages_cached: int = 0  # pages that no table names and that can be found
     prefix_hits: int = 0  # tokens of prompts that were found computed
+
+    @classmethod
+    def of(cls, record: Any, step: int, budget: int, pending: int = 0) -> StepStats:
+        """From a `StepRecord` of numpy arrays, and the number of requests that wait on the host."""
+        return cls(
+            step=step,
+            running=int(record.running),
+            waiting=int(record.waiting) + pending,
+            pages_in_use=int(record.pages_in_use),
+            tokens_in_pages=int(record.tokens_stored),
+            scheduled_tokens=int(record.scheduled.sum()),
+            budget=budget,
+            admitted=int(record.admitted),
+            preempted=int(record.preempted),
+            pages_cached=int(record.pages_cached),
+            prefix_hits=int(record.prefix_hits),
+        )
 
 
 @dataclass(frozen=True)

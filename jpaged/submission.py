@@ -66,6 +66,11 @@ def fill_row(
     batch.parent[place] = parent
 
 
+def branch(uid: int, new_uid: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `jpaged.step.fork` takes, for one request."""
+    return np.array([uid], np.int32), np.array([new_uid], np.int32), np.array([seed], np.uint32)
+
+
 class Namespaces:
     """Numbers for all that makes equal tokens mean different keys. Two have one number only if they are equal."""
 

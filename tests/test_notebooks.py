@@ -18,7 +18,7 @@ def compiled(tmp_path_factory):
 
 def test_they_are_there():
     names = {path.stem for path in NOTEBOOKS}
-    assert names >= {"01_quickstart", "02_pages_by_hand", "04_static_vs_continuous"}
+    assert names >= {"01_quickstart", "02_pages_by_hand", "03_watch_the_step", "04_static_vs_continuous"}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -44,7 +44,7 @@ def test_a_notebook_runs(path, compiled, tmp_path, monkeypatch):
     assert outputs
     assert [output for output in outputs if output.output_type == "error"] == []
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
-    draws = any("draw_pages(" in cell.source or "plot_occupancy(" in cell.source for cell in notebook.cells)
+    draws = any(name in cell.source for name in ("draw_pages(", "plot_") for cell in notebook.cells)
     assert bool(pictures) == draws
     noise = [output.text for output in outputs if output.get("name") == "stderr" and "Warning" in output.text]
     assert noise == []

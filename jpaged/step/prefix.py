@@ -28,6 +28,8 @@ from jpaged.pool import SCRATCH_PAGE
 
 #: Pages in a bucket. With a bucket a page there is one on average, and more than these are once in a million.
 WAYS = 8
+#: Pages that one lookup asks for at most, or one request's where that is more. Who is left over is looked up later.
+LOOKUP_PAGES = 2048
 
 
 @jax.tree_util.register_dataclass

@@ -18,11 +18,8 @@ import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.order import running_rank
-from jpaged.step.prefix import WAYS, find, places, spread
+from jpaged.step.prefix import LOOKUP_PAGES, WAYS, find, places, spread
 from jpaged.step.state import NO_ROW, EngineState, Finish, Requests, Status
-
-#: Pages that one lookup asks for at most, or one request's where that is more. Who is left over is looked up later.
-LOOKUP_PAGES = 2048
 
 
 @dataclass(frozen=True)

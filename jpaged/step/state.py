@@ -23,6 +23,7 @@ from jpaged.config import EngineConfig
 from jpaged.policy import Policy, by_priority
 from jpaged.pool import SCRATCH_PAGE, KVPool
 from jpaged.request import MAX_STOP_TOKENS
+from jpaged.step.decisions import Decisions
 from jpaged.step.prefix import Prefixes, prefix_hashes
 
 
@@ -147,6 +148,7 @@ class StepRecord:
     pages_in_use: jax.Array  # [] pages in some table
     pages_cached: jax.Array  # [] pages in none that hold what can be found
     tokens_stored: jax.Array  # [] tokens whose keys and values are in pages in use
+    decisions: Decisions | None = None  # where `EngineConfig.trace` asks for them; part of the program
 
     def with_candidates(self, count: int) -> StepRecord:
         """This, with room for `count` candidates a slot and none in it."""
@@ -156,7 +158,7 @@ class StepRecord:
         )  # fmt: skip
 
     @classmethod
-    def zeros(cls, slots: int) -> StepRecord:
+    def zeros(cls, slots: int, decisions: Decisions | None = None) -> StepRecord:
         ints, scalar = jnp.zeros(slots, jnp.int32), jnp.int32(0)
         return cls(
             uid=ints, scheduled=ints, sampled=jnp.zeros(slots, bool), token=ints,
@@ -164,7 +166,7 @@ class StepRecord:
             candidates=jnp.zeros((slots, 0), jnp.int32), candidate_logprobs=jnp.zeros((slots, 0), jnp.float32),
             cached_tokens=ints, running=scalar, waiting=scalar,
             admitted=scalar, preempted=scalar, discarded=scalar, recovered=scalar, prefix_queries=scalar,
-            prefix_hits=scalar, pages_in_use=scalar, pages_cached=scalar, tokens_stored=scalar,
+            prefix_hits=scalar, pages_in_use=scalar, pages_cached=scalar, tokens_stored=scalar, decisions=decisions,
         )  # fmt: skip
 
 
@@ -230,6 +232,12 @@ def make_state(
         prefix_hash=jnp.zeros((rows, pages, 2), jnp.uint32), cached_tokens=row_ints, preempted=jnp.zeros(rows, bool),
         held=jnp.zeros(rows, bool), parent=jnp.full(rows, NO_ROW, jnp.int32),
     )  # fmt: skip
+    decisions = None
+    if config.trace:
+        decisions = Decisions.empty(
+            slots=slots, columns=pages, num_pages=config.num_pages, page_size=config.page_size,
+            most_tokens=config.max_num_batched_tokens,
+        )  # fmt: skip
     state = EngineState(
         pool=KVPool.zeros(
             layers=layers, num_pages=config.num_pages, kv_heads=kv_heads, page_size=config.page_size,
@@ -247,7 +255,7 @@ def make_state(
             submitted=count, steps=count, computed_tokens=count, padded_tokens=count, preemptions=count,
             prefix_queries=count, prefix_hits=count,
         ),
-        record=StepRecord.zeros(slots),
+        record=StepRecord.zeros(slots, decisions),
         admission=config.admission,
         victim=config.victim,
     )  # fmt: skip

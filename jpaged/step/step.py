@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jpaged.pool import Decoder, StepBatch
 from jpaged.step.admit import admit
+from jpaged.step.decisions import decided
 from jpaged.step.evict import evict, preempt
 from jpaged.step.fork import copy_tails, disown
 from jpaged.step.pack import pack
@@ -39,16 +40,18 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int, cand
 
     What happened is in `state.record`. Pure: use it under `jax.jit`, with the state donated.
     """
-    state = preempt(evict(state), budget)
-    state, copied = admit(state, budget)
-    state, tokens = schedule(state, budget)
-    state = copy_tails(state, copied, budget)
+    evicted = evict(state)
+    kept = preempt(evicted, budget)
+    admitted, copied = admit(kept, budget)
+    scheduled, tokens = schedule(admitted, budget)
+    state = copy_tails(scheduled, copied, budget)
     batch, slot_of_row = pack(state, tokens, budget)
     logits, pool = decoder(params, state.pool, batch)
     state = replace(state, pool=pool)
     sampled = sample(logits, _sample_inputs(state, batch, slot_of_row))
     state = _finish(state, tokens, slot_of_row, (*sampled, *most_probable(logits, candidates)), budget)
-    return book_pages(attach(enter(state, most_pages(state, budget))))
+    state = book_pages(attach(enter(state, most_pages(state, budget))))
+    return _trace(state, evicted, [kept, admitted, scheduled, state], budget)
 
 
 def run(
@@ -77,6 +80,18 @@ def demand(state: EngineState) -> jax.Array:
     who would be admitted from the queue."""
     unlimited = state.requests.tokens.size
     return jnp.sum(grant(admit(state, unlimited)[0], unlimited), dtype=jnp.int32)
+
+
+def _trace(state: EngineState, evicted: EngineState, stages: list[EngineState], budget: int) -> EngineState:
+    """Records what the step decided, in a state that keeps a trace. `stages` as in `decisions.decided`."""
+    last = state.record.decisions
+    if last is None:
+        return state
+    lost = evicted.slots.occupied & ~stages[0].slots.occupied
+    preempted = jnp.where(lost, evicted.requests.uid[evicted.slots.request], 0)
+    tables, kept = [stage.slots.page_table for stage in stages], stages[0].slots.num_pages
+    now = decided(last, tables, preempted, kept, state.prefixes.findable, most_pages(state, budget))
+    return replace(state, record=replace(state.record, decisions=now))
 
 
 def _sample_inputs(state: EngineState, batch: StepBatch, slot_of_row: jax.Array) -> SampleInputs:

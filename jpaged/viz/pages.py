@@ -11,8 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+
+from jpaged.pool import SCRATCH_PAGE
 
 #: Okabe and Ito's colours, without the yellow that white paper swallows
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -24,6 +28,11 @@ SHARED_HATCH = "///"
 LINE_STYLES = ("-", "--", "-.", ":")
 #: more pages than this are drawn without the number of their slot
 NUMBERED_PAGES = 256
+#: more pages than this are pixels of one image, not squares
+SQUARE_PAGES = 1024
+#: slots that a legend names; of the others it says how many there are. Where pages have no numbers, it names none that
+#: share a colour
+NAMED_SLOTS = 24
 
 
 class Picture(Figure):
@@ -46,6 +55,13 @@ class StepLike(Protocol):
     def pages_in_use(self) -> int: ...
     @property
     def tokens_in_pages(self) -> int: ...
+
+
+class PooledStep(StepLike, Protocol):
+    """What `plot_pages` reads besides: `StepStats` has it."""
+
+    @property
+    def pages_cached(self) -> int: ...
 
 
 def plot_occupancy(
@@ -153,46 +169,144 @@ def draw_pages(
         raise ValueError(f"findable has shape {cached.shape}, refcounts {counts.shape}")
     if columns < 1:
         raise ValueError(f"columns must be at least 1, got {columns}")
-    total = counts.size
-    owners = page_owners(page_table, total - 1, scratch=scratch)
-    cached = cached & (owners < 0)
-    lines = -(-total // columns)
+    owners = page_owners(page_table, counts.size - 1, scratch=scratch)
+    lines = -(-counts.size // columns)
     figure = Picture(figsize=(0.45 * columns + 2.2, 0.45 * lines + 0.9), layout="constrained")
-    axes = figure.subplots()
-    for page in range(total):
-        line, column = divmod(page, columns)
-        owner = int(owners[page])
-        nobodys = CACHED_COLOUR if cached[page] else FREE_COLOUR
-        colour = SCRATCH_COLOUR if page == scratch else nobodys if owner < 0 else _colour(owner)
-        hatch = SHARED_HATCH if counts[page] > 1 else None
-        square = Rectangle((column, line), 0.92, 0.92, facecolor=colour, edgecolor=EDGE_COLOUR, hatch=hatch)
-        axes.add_patch(square)
-        if total <= NUMBERED_PAGES and (owner >= 0 or page == scratch):
-            text = "x" if page == scratch else str(owner)
-            axes.text(column + 0.46, line + 0.46, text, ha="center", va="center", fontsize=8, color="white")
+    _draw_grid(figure.subplots(), owners, counts, cached & (owners < 0), labels, columns, scratch)
+    if title:
+        figure.axes[0].set_title(title, loc="left")
+    return figure
+
+
+def plot_pages(
+    history: Sequence[PooledStep],
+    page_table: Any,
+    findable: Any,
+    *,
+    page_size: int,
+    step: int | None = None,
+    labels: Sequence[str] | None = None,
+    title: str = "",
+) -> Figure:
+    """How the pool was shared out over the steps, and who owns each page in one of them.
+
+    Args:
+        history: the steps in order.
+        page_table, findable, labels: as in `draw_pages`, of the step whose pages are shown.
+        page_size: token slots in a page.
+        step: the number of that step, to mark it in the history; None: it is not one of them.
+        title: of the grid.
+    """
+    cached = np.asarray(findable, bool)
+    owners = page_owners(page_table, cached.size - 1)
+    named = np.asarray(page_table)
+    counts = np.bincount(named[named != SCRATCH_PAGE], minlength=cached.size)
+    columns = max(16, 1 << int(np.ceil(np.log2(4 * cached.size) / 2)))  # about four times as wide as high
+    lines = -(-cached.size // columns)
+    height = float(np.clip(10 * lines / columns, 0.6, 4))
+    figure = Picture(figsize=(11, height + 3.2), layout="constrained")
+    over_time, grid = figure.subplots(2, 1, height_ratios=(2.4, height))
+    _draw_occupancy(over_time, history, cached.size - 1, page_size)
+    if step is not None:
+        over_time.axvline(step, color=EDGE_COLOUR, linestyle="--", linewidth=1)
+    _draw_grid(grid, owners, counts, cached & (owners < 0), labels, columns, SCRATCH_PAGE)
+    grid.set_anchor("NW")
+    legend, across = grid.get_legend(), 5
+    assert legend is not None
+    handles = legend.legend_handles
+    legend.remove()
+    figure.legend(handles=handles, loc="outside lower left", ncols=across, fontsize="small", frameon=False)
+    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(handles) // across))
+    grid.set_ylabel("page")
+    grid.set_title(title, loc="left")
+    return figure
+
+
+def steps_filled(axes: Axes, top: np.ndarray, bottom: Any, colour: str, label: str = "") -> None:
+    """An area between two numbers of each step, the first of which is 1."""
+    edges = np.arange(len(top) + 1) + 0.5
+    axes.stairs(top, edges, baseline=bottom, fill=True, color=colour, linewidth=0, label=label)
+
+
+def _draw_occupancy(axes: Axes, history: Sequence[PooledStep], num_pages: int, page_size: int) -> None:
+    """Shares of the pool's pages over the steps."""
+    stored = np.array([step.tokens_in_pages for step in history], float) / page_size
+    in_use = np.array([step.pages_in_use for step in history], float)
+    cached = in_use + np.array([step.pages_cached for step in history])
+    share = stored.sum() / max(1.0, in_use.sum())
+    if len(history):
+        steps_filled(axes, stored, np.zeros_like(stored), COLOURS[0], "in use, holds tokens")
+        steps_filled(axes, in_use, stored, COLOURS[4], "in use, empty yet")
+        steps_filled(axes, cached, in_use, CACHED_COLOUR, "cached")
+        axes.set_xlim(0.5, len(history) + 0.5)
+        words = (
+            f"on average {in_use.mean() / num_pages:.0%} of the pool is in use, and {share:.0%} of that holds tokens"
+        )
+        axes.set_title(words, loc="right", fontsize="small")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small", frameon=False)
+    axes.axhline(num_pages, color=EDGE_COLOUR, linewidth=1, linestyle=":")
+    axes.set_ylim(0, 1.05 * num_pages)
+    axes.set_ylabel(f"of {num_pages:,} pages")
+    axes.set_xlabel("step")
+
+
+def _draw_grid(
+    axes: Axes,
+    owners: np.ndarray,
+    counts: np.ndarray,
+    cached: np.ndarray,
+    labels: Sequence[str] | None,
+    columns: int,
+    scratch: int,
+) -> None:
+    """One square a page, by owner; `cached` are pages of nobody's."""
+    total = counts.size
+    lines = -(-total // columns)
+    colours = [CACHED_COLOUR if cached[p] else FREE_COLOUR if o < 0 else _colour(o) for p, o in enumerate(owners)]
+    colours[scratch] = SCRATCH_COLOUR
+    shared = np.flatnonzero(counts > 1)
+    if total <= SQUARE_PAGES:
+        for page, colour in enumerate(colours):
+            line, column = divmod(page, columns)
+            hatch = SHARED_HATCH if counts[page] > 1 else None
+            axes.add_patch(Rectangle((column, line), 0.92, 0.92, facecolor=colour, edgecolor=EDGE_COLOUR, hatch=hatch))
+            if total <= NUMBERED_PAGES and (owners[page] >= 0 or page == scratch):
+                text = "x" if page == scratch else str(owners[page])
+                axes.text(column + 0.46, line + 0.46, text, ha="center", va="center", fontsize=8, color="white")
+    else:
+        image = np.ones((lines * columns, 3))
+        image[:total] = to_rgba_array(colours)[:, :3]
+        axes.imshow(image.reshape(lines, columns, 3), interpolation="nearest", extent=(0, columns, lines, 0))
+        axes.plot(shared % columns + 0.5, shared // columns + 0.5, ".", color="black", markersize=1.5)
     axes.set_xlim(-0.1, columns)
     axes.set_ylim(lines, -0.1)
     axes.set_aspect("equal")
     axes.set_xticks([])
-    axes.set_yticks([0.46 + line for line in range(lines)], [str(line * columns) for line in range(lines)])
+    ticks = range(0, lines, 1 if total <= SQUARE_PAGES else -(-lines // 8))
+    axes.set_yticks([0.46 + line for line in ticks], [str(line * columns) for line in ticks])
     axes.set_ylabel("first page of the line")
     for side in axes.spines.values():
         side.set_visible(False)
     handles = [Patch(facecolor=SCRATCH_COLOUR, edgecolor=EDGE_COLOUR, label="x: scratch")]
-    for slot in sorted(set(owners[owners >= 0].tolist()))[:24]:
+    slots = sorted(set(owners[owners >= 0].tolist()))
+    if total > NUMBERED_PAGES and len(slots) > len(COLOURS):  # no legend could tell them apart
+        words = f"pages of {len(slots)} slots, in {len(COLOURS)} colours by turns ({int((owners >= 0).sum())})"
+        handles.append(Patch(facecolor=COLOURS[0], edgecolor=EDGE_COLOUR, label=words))
+        slots = []
+    for slot in slots[:NAMED_SLOTS]:
         name = labels[slot] if labels is not None else f"slot {slot}"
         label = f"{slot}: {name} ({int((owners == slot).sum())})"
         handles.append(Patch(facecolor=_colour(slot), edgecolor=EDGE_COLOUR, label=label))
-    free = int((owners < 0).sum()) - 1 - int(cached.sum())
+    if others := slots[NAMED_SLOTS:]:
+        pages = int(np.isin(owners, others).sum())
+        handles.append(Patch(facecolor="none", edgecolor="none", label=f"... and {len(others)} more ({pages})"))
     if cached.any():
         handles.append(Patch(facecolor=CACHED_COLOUR, edgecolor=EDGE_COLOUR, label=f"cached ({int(cached.sum())})"))
+    free = int((owners < 0).sum()) - 1 - int(cached.sum())
     handles.append(Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, label=f"free ({free})"))
-    if (counts > 1).any():
+    if len(shared):
         handles.append(Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, hatch=SHARED_HATCH, label="shared"))
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
-    if title:
-        axes.set_title(title, loc="left")
-    return figure
 
 
 def _colour(slot: int) -> str:

@@ -30,10 +30,10 @@ PAGES, ROWS = 8192, 8
 PROGRAMS = [(8, None), (64, 4)]
 
 
-def compile_tiny(*, stacked: bool, budget: int, steps: int | None, pages: int, dtype: str = "float32"):
+def compile_tiny(*, stacked: bool, budget: int, steps: int | None, pages: int, dtype: str = "float32", trace=False):
     decoder, params = tiny_decoder(TINY, stacked=stacked)
     config = EngineConfig(
-        page_size=16, num_pages=pages, max_num_seqs=ROWS, max_num_batched_tokens=budget, max_model_len=512
+        page_size=16, num_pages=pages, max_num_seqs=ROWS, max_num_batched_tokens=budget, max_model_len=512, trace=trace
     )
     state = jax.eval_shape(lambda: make_state(config, **SHAPE, dtype=jnp.dtype(dtype)))
 
@@ -69,6 +69,14 @@ def test_on_a_cpu_the_pool_is_updated_in_place(stacked, dtype, budget, steps, re
     outside = ([] if steps is None else [steps]) + ([TINY.num_layers] if stacked else [])
     walks = [[*outside, count] for count in groups] * (1 if stacked else TINY.num_layers)
     assert sorted(counts["unknown_loops"]) == sorted(walks)
+
+
+def test_a_trace_costs_lists_and_nothing_else():
+    """Catches: decisions that keep an older pool alive, or that are found by a loop or a branch."""
+    counts, pool_bytes = compile_tiny(stacked=False, budget=64, steps=4, pages=PAGES, trace=True)
+    assert counts["aliased_bytes"] >= pool_bytes
+    assert counts["pool_copies"] == 0 and counts["conditionals"] == 2 and counts["unknown_loops"] == []
+    assert counts["temporary_bytes"] < 128 * 1024 + 64 * 16 * 1024 < pool_bytes / 16
 
 
 @pytest.mark.parametrize(("stacked", "budget"), [(False, 8), (True, 16)], ids=["unrolled", "stacked"])

@@ -14,10 +14,11 @@ ROOT = Path(__file__).parents[2]
 #: The layers of jpaged, top first. A package may import those in later lines, and itself.
 LAYERS = [
     {"jpaged", "jpaged.cli", "jpaged.demo"},  # the doors; `jpaged` itself only names things
-    {"jpaged.viz", "jpaged.bench", "jpaged.serve"},
+    {"jpaged.bench", "jpaged.serve"},
     {"jpaged.llm", "jpaged.baseline"},
+    {"jpaged.viz", "jpaged.replay"},
     {"jpaged.engine", "jpaged.tokenizer"},
-    {"jpaged.submission", "jpaged.sizing", "jpaged.snapshot", "jpaged.saving"},
+    {"jpaged.beam", "jpaged.submission", "jpaged.sizing", "jpaged.trace", "jpaged.snapshot", "jpaged.saving"},
     {"jpaged.step"},
     {"jpaged.models"},
     {"jpaged.quant", "jpaged.parallel"},

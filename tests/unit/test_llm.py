@@ -479,3 +479,37 @@ def test_unknown_models_and_fields_are_refused(tmp_path):
         LLM(str(tmp_path / "nothing-here"))
     with pytest.raises(TypeError, match="max_seqs"):
         LLM("smollm2-135m", max_seqs=3)
+
+
+def test_pictures_and_replays_of_what_ran(directory, llm):
+    """Catches: a trace that is read before it is there, a picture of another step; tokens that a trace changes."""
+    asked = ["Hello", "Hello, world, and all who live in it", "Good morning", "Hello, world, and all of you"] * 2
+    plain = [output.outputs[0].token_ids for output in llm.generate(asked, GREEDY, use_tqdm=False)]
+    with LLM(directory, config=replace(CONFIG, num_pages=14), trace=True) as traced:
+        with pytest.raises(ValueError, match="0 requests and 0 steps"):
+            traced.plot_timeline()
+        assert traced.plot_pages().axes[1].get_title(loc="left") == "now"
+        outputs = traced.generate(asked, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == plain
+        labels = traced.plot_timeline().axes[0].get_yticklabels()
+        assert [label.get_text() for label in labels] == [output.request_id for output in outputs]
+        fullest = int(np.argmax([step.pages_in_use for step in traced.engine.history])) + 1
+        over_time, grid = traced.plot_pages().axes
+        assert grid.get_title(loc="left") == f"step {fullest}, when most pages were in use"
+        assert over_time.lines[-1].get_xdata()[0] == fullest
+        assert traced.plot_pages(2).axes[1].get_title(loc="left") == "step 2"
+        with pytest.raises(ValueError, match=f"steps 1 to {len(traced.trace)}; got step 99"):
+            traced.plot_pages(99)
+        jax.tree.map(np.testing.assert_array_equal, traced.replay(), traced.engine.state)
+        assert int(traced.replay(2).counters.steps) == 2
+
+
+def test_without_a_trace_there_is_the_present(llm):
+    figure = llm.plot_pages()
+    assert figure.axes[1].get_title(loc="left") == "now"
+    assert len(figure.axes[0].patches) == 3  # the engine's history is there all the same
+    for needs_one in (llm.plot_timeline, llm.replay, lambda: llm.trace):
+        with pytest.raises(ValueError, match=r"the trace of .* is off: make the LLM with trace=True"):
+            needs_one()
+    with pytest.raises(ValueError, match="pages of step 3 are known where the engine keeps a trace"):
+        llm.plot_pages(3)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jpaged.bench.measure import StepSample
-from jpaged.viz.pages import draw_pages, page_owners, plot_occupancy
+from jpaged.stats import StepStats
+from jpaged.viz.pages import NAMED_SLOTS, draw_pages, page_owners, plot_occupancy, plot_pages
 
 TABLE = np.array([[1, 2, 0, 0], [1, 5, 6, 0], [0, 0, 0, 0]])
 REFCOUNTS = np.array([0, 2, 1, 0, 0, 1, 1, 0, 0])
@@ -87,6 +88,53 @@ def test_occupancy_overlays_the_runs_in_token_slots(tmp_path):
     assert len(requests.lines) == 4  # running and waiting of both
     figure.savefig(tmp_path / "occupancy.png")
     assert (tmp_path / "occupancy.png").stat().st_size > 10_000
+
+
+def pooled(in_use, cached, tokens):
+    """Steps of a pool with pages of 4 tokens."""
+    each = zip(in_use, cached, tokens, strict=True)
+    return [StepStats(i, 2, 0, use, held, 4, 8, 0, 0, kept) for i, (use, kept, held) in enumerate(each, 1)]
+
+
+def test_the_pool_over_time_stands_above_the_owners_of_its_pages(tmp_path):
+    """Catches: areas that are not shares of the pool, a grid of another step than the one that is marked."""
+    history = pooled([2, 5, 4], [0, 1, 3], [5, 18, 16])
+    findable = np.isin(np.arange(9), (1, 3))
+    figure = plot_pages(history, TABLE, findable, page_size=4, step=3, labels=["ada", "bob", "eve"], title="step 3")
+    over_time, grid = figure.axes
+    stored, in_use, cached = [area.get_data() for area in over_time.patches]
+    assert stored.values.tolist() == [1.25, 4.5, 4] and stored.edges.tolist() == [0.5, 1.5, 2.5, 3.5]
+    assert (in_use.values.tolist(), in_use.baseline.tolist()) == ([2, 5, 4], stored.values.tolist())
+    assert (cached.values.tolist(), cached.baseline.tolist()) == ([2, 6, 7], [2, 5, 4])
+    assert over_time.get_title(loc="right") == "on average 46% of the pool is in use, and 89% of that holds tokens"
+    assert over_time.get_ylabel() == "of 8 pages" and grid.get_title(loc="left") == "step 3"
+    assert over_time.lines[-1].get_xdata()[0] == 3  # the step that is shown
+    assert [text.get_text() for text in grid.texts] == ["x", "0", "0", "1", "1"]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["x: scratch", "0: ada (2)", "1: bob (2)", "cached (1)", "free (3)", "shared"]
+    figure.savefig(tmp_path / "pages.png")
+    nothing = plot_pages([], TABLE * 0, findable * False, page_size=4)
+    assert [text.get_text() for text in nothing.legends[0].get_texts()] == ["x: scratch", "free (8)"]
+
+
+@pytest.mark.parametrize(("slots", "pages"), [(64, 255), (64, 30_000), (3, 2000)])
+def test_a_large_pool_is_read_as_well(slots, pages, tmp_path):
+    """Catches: a figure as large as the pool, thousands of squares drawn one by one, a legend longer than the page or
+    one that leaves slots out in silence."""
+    table = np.arange(1, 1 + slots * 3).reshape(slots, 3)
+    figure = plot_pages(pooled([3 * slots], [0], [12 * slots]), table, np.zeros(pages + 1, bool), page_size=4, step=1)
+    width, height = figure.get_size_inches()
+    assert width == 11 and height < 11
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    if pages == 255:
+        assert len(figure.axes[1].patches) == 256
+        assert legend[1:-1][-1] == f"... and {64 - NAMED_SLOTS} more ({3 * (64 - NAMED_SLOTS)})"
+    else:
+        assert figure.axes[1].images[0].get_array().shape[0] * 2 < figure.axes[1].images[0].get_array().shape[1]
+        few = [f"{slot}: slot {slot} (3)" for slot in range(slots)]
+        assert legend[1:-1] == (few if slots == 3 else ["pages of 64 slots, in 6 colours by turns (192)"])
+    assert legend[-1] == f"free ({pages - 3 * slots})"
+    figure.savefig(tmp_path / "pages.png")
 
 
 def test_nothing_to_plot_is_an_error():

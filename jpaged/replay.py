@@ -1,0 +1,110 @@
+"""A trace run again: the same inputs to an empty state, with the programs that the engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.pool import Decoder
+from jpaged.step import NO_UID, EngineState, StepRecord, abort, evict, fork, make_state, run, submit
+from jpaged.submission import branch
+from jpaged.trace import (
+    Abort,
+    Burst,
+    Fork,
+    ReplaceParams,
+    ResetPrefixCache,
+    Restart,
+    Submit,
+    Trace,
+    made_by,
+    record_difference,
+    unstacked,
+)
+
+# As in `engine`, so that what it has compiled is found again.
+_run = jax.jit(run, static_argnums=0, static_argnames=("budget", "steps", "candidates"), donate_argnums=2)
+_submit = jax.jit(submit, donate_argnums=0)
+_fork = jax.jit(fork, donate_argnums=0)
+_leave = jax.jit(lambda state, uids: evict(abort(state, uids)), donate_argnums=0)
+
+
+def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None) -> EngineState:
+    """Does again what `trace` says the engine was told, and compares every step with it, to the bit.
+
+    Args:
+        trace: of an engine with this decoder and these parameters, in this process or in another.
+        decoder: the model.
+        params: its weights.
+        until: the step to stop after; the first is 1. None: all.
+
+    Returns:
+        The state after that step, when those who ended in it have left: what `Engine.state` was then, or would have
+        been if a burst had ended there.
+
+    Raises:
+        ValueError: there is no such step, or the weights were replaced before it.
+        RuntimeError: a step did something else than it did in the trace; names the step and what.
+    """
+    if until is not None:
+        trace.check_step(until)
+    left = len(trace) if until is None else until
+    done = 0
+    config = trace.config
+    assert config.max_model_len is not None
+    batch_size = max((len(told.batch.uid) for told in trace.inputs if isinstance(told, Submit)), default=0)
+    rows = config.max_num_seqs + config.max_queue
+    state = _empty(trace)
+    for told in trace.inputs:
+        if until is not None and done == until:
+            break
+        match told:
+            case Submit():
+                state = _submit(state, told.padded(batch_size, config.max_model_len))
+            case Fork():
+                state = _fork(state, *branch(told.uid, told.new_uid, told.seed))
+            case Abort(uids):
+                for first in range(0, len(uids), rows):
+                    some = uids[first : first + rows]
+                    named = np.full(rows, NO_UID, np.int32)
+                    named[: len(some)] = some
+                    state = _leave(state, named)
+            case Burst(budget, steps):
+                steps = min(steps, left - done)
+                state, records, _ = _run(decoder, params, state, budget=budget, steps=steps)
+                _compare(trace, done, jax.device_get(records))
+                done += steps
+            case ResetPrefixCache():
+                nothing = jnp.zeros_like(state.prefixes.findable)
+                state = replace(state, prefixes=replace(state.prefixes, findable=nothing))
+            case ReplaceParams():
+                if done < left:
+                    raise ValueError(
+                        f"the weights were replaced after step {done}: with the old ones the trace can be replayed "
+                        f"until={done}"
+                    )
+            case Restart():
+                state = _empty(trace)
+    return state
+
+
+def _empty(trace: Trace) -> EngineState:
+    return make_state(trace.config, **trace.shape, dtype=jnp.dtype(trace.config.dtype))
+
+
+def _compare(trace: Trace, done: int, records: StepRecord) -> None:
+    for step, record in enumerate(unstacked(records), done + 1):
+        if words := record_difference(trace.record(step), record):
+            raise RuntimeError(
+                f"the replay is not the trace: step {step}: {words}. Other weights, another decoder or another "
+                f"policy of the same name do this; the trace was made by {_words(trace.made_by)}, and this is "
+                f"{_words(made_by())}"
+            )
+
+
+def _words(made_by: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in made_by.items())
