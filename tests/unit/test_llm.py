@@ -14,9 +14,12 @@ from dataclasses import asdict, replace
 import jax
 import numpy as np
 import pytest
+from support.beams import exhaustive, log_softmax
 from support.checkpoint_files import HIDDEN, byte_level_tokenizer, hf_config, hf_tensors, write_hf, write_tokenizer
+from support.numpy_llama import numpy_logits
 
-from jpaged import LLM, EngineConfig, FinishReason, SamplingParams
+from jpaged import LLM, BeamSearchParams, EngineConfig, FinishReason, SamplingParams
+from jpaged.models.loading import load_checkpoint, resolve
 from jpaged.request import Request
 
 TEMPLATE = (
@@ -184,6 +187,69 @@ def test_several_continuations_of_a_prompt(llm):
     assert texts == {(i, c.index): c.text for i, output in enumerate((one, other)) for c in output.outputs}
     with pytest.raises(ValueError, match="n must be at least 1; got 0"):
         SamplingParams(n=0)
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+def test_beam_search_finds_what_a_plain_search_of_all_continuations_finds(llm, directory, length_penalty):
+    """More prompts than there are slots for, beside a stream: the same sequences with the same scores, in their order;
+    and all pages back."""
+    checkpoint = load_checkpoint(resolve(directory))
+    weights = {name: np.asarray(value) for name, value in checkpoint.parameters("float32")}
+    prompts = ["Hello", "a", "the quick brown fox"]
+    stop = llm.generate(prompts[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids[2]
+    params = BeamSearchParams(3, max_tokens=7, length_penalty=length_penalty, stop_token_ids=[stop])
+    stream = llm.stream("beside", replace(GREEDY, max_tokens=30))
+    beside = [next(stream)]
+    outputs = llm.beam_search(prompts, params, use_tqdm=False)
+    beside += stream
+    ends = {stop, *llm.model_config.eos_token_ids}
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = output.prompt_token_ids
+        assert (output.prompt, ids) == (prompt, llm.tokenizer.encode(prompt))
+
+        def model(tokens, ids=ids):
+            return log_softmax(numpy_logits(checkpoint.config, weights, [*ids, *tokens])[-1])
+
+        expected = exhaustive(params, ends, 7, model)
+        assert [one.tokens for one in output.sequences] == [[*ids, *tokens] for _, tokens in expected]
+        for one, (score, tokens) in zip(output.sequences, expected, strict=True):
+            assert one.score == pytest.approx(score, abs=1e-4)
+            assert one.cum_logprob == pytest.approx(sum(one.logprobs)) and len(one.logprobs) == len(tokens)
+            stopped = tokens[-1] in ends
+            assert one.finish_reason == ("stop" if stopped else "length")
+            assert one.stop_reason == (stop if tokens[-1] == stop else None)
+            assert one.text == llm.tokenizer.decode([*ids, *tokens[: len(tokens) - stopped]])[len(prompt) :]
+    stopped = any(one.finish_reason == "stop" for output in outputs for one in output.sequences)
+    assert stopped or length_penalty > 0
+    alone = llm.generate("beside", replace(GREEDY, max_tokens=30), use_tqdm=False)[0].outputs[0]
+    assert "".join(event.delta_text for event in beside) == alone.text
+    assert llm.stats().in_use_pages == llm.stats().running == 0
+
+
+def test_beams_that_can_never_run_are_refused(llm, directory):
+    with pytest.raises(ValueError, match=r"5 beams need 5 slots and up to .* there are 4 slots"):
+        llm.beam_search("x", BeamSearchParams(5), use_tqdm=False)
+    with (
+        LLM(directory, config=replace(CONFIG, num_pages=20)) as small,
+        pytest.raises(ValueError, match=r"prompt 0: 4 beams need 4 slots and up to 40 pages .* and 20 pages"),
+    ):
+        small.beam_search(["x", "y"], BeamSearchParams(4, max_tokens=70), use_tqdm=False)
+    with pytest.raises(ValueError, match="prompt 0 has 96 tokens: nothing can follow"):
+        llm.beam_search([[5] * 96], BeamSearchParams(2), use_tqdm=False)
+    assert llm.beam_search([], BeamSearchParams(2), use_tqdm=False) == []
+    assert not llm.engine.has_work
+
+
+def test_a_beam_search_that_is_interrupted_leaves_nothing(llm, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "burst", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.beam_search("x", BeamSearchParams(2), use_tqdm=False)
+    monkeypatch.undo()
+    assert not llm.engine.has_work and llm.stats().in_use_pages == 0
+    assert len(llm.beam_search("x", BeamSearchParams(2), use_tqdm=False)[0].sequences) == 2
 
 
 def test_streams_that_are_open_at_once_do_not_hinder_each_other(llm):
