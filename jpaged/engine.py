@@ -335,7 +335,8 @@ class Engine:
         self._requests |= {uid: each[index] for uid, index in zip(uids, indices or range(len(uids)), strict=True)}
         if self.trace is not None:
             for uid in uids:
-                self.trace.requests[uid] = TracedRequest.of(self._requests[uid], len(each), len(self.trace))
+                name, prompt = self.label(uid), self._requests[uid].prompt_token_ids
+                self.trace.requests[uid] = TracedRequest(str(name), len(prompt), len(self.trace))
 
     def _uids(self, request_id: str) -> list[int]:
         held = self._held.get(request_id)
@@ -651,9 +652,14 @@ class Engine:
         """The current state. The next burst takes its buffers: copy what is to be kept."""
         return self._state
 
-    def request_id(self, uid: int) -> str | None:
-        """The id of the request that the state knows as `uid`; None if it has ended."""
-        return self._requests[uid].request_id if uid in self._requests else None
+    def label(self, uid: int) -> str | None:
+        """The id of the request that the state knows as `uid`, and the number of the continuation if there are several;
+        None if it has ended."""
+        if uid not in self._requests:
+            return None
+        request = self._requests[uid]
+        several = self._held[request.request_id].request.params.n > 1
+        return f"{request.request_id}.{request.index}" if several else request.request_id
 
     @property
     def params(self) -> Any:

@@ -25,7 +25,6 @@ from jpaged import policy
 from jpaged.config import EngineConfig
 from jpaged.policy import Policy
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.request import Request
 from jpaged.stats import StepStats
 from jpaged.step import Finish, StepRecord, Submission
 from jpaged.step.decisions import Decisions, Placed
@@ -109,12 +108,6 @@ class TracedRequest:
     request_id: str
     prompt_tokens: int
     after: int  # steps that were done when it was submitted to the engine
-
-    @classmethod
-    def of(cls, continuation: Request, count: int, after: int) -> TracedRequest:
-        """One of `count` continuations of a request."""
-        name = continuation.request_id if count == 1 else f"{continuation.request_id}.{continuation.index}"
-        return cls(name, len(continuation.prompt_token_ids), after)
 
 
 @dataclass

@@ -18,7 +18,10 @@ def compiled(tmp_path_factory):
 
 def test_they_are_there():
     names = {path.stem for path in NOTEBOOKS}
-    assert names >= {"01_quickstart", "02_pages_by_hand", "03_watch_the_step", "04_static_vs_continuous"}
+    assert names >= {
+        "01_quickstart", "02_pages_by_hand", "03_watch_the_step", "04_static_vs_continuous",
+        "05_prefix_sharing_and_forking",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

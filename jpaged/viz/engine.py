@@ -27,7 +27,7 @@ def engine_pages(engine: Engine, step: int | None = None) -> Figure:
         state = engine.state
         parts = state.slots.page_table, state.prefixes.findable, state.requests.uid[state.slots.request]
         page_table, findable, uids = (np.asarray(part) for part in parts)
-        labels = [f"request {engine.request_id(int(uid))}" for uid in uids]
+        labels = [f"request {engine.label(int(uid))}" for uid in uids]
         return plot_pages(history, page_table, findable, page_size=config.page_size, labels=labels, title="now")
     chosen = step if step is not None else 1 + int(np.argmax([figures.pages_in_use for figures in history]))
     labels = [f"request {trace.label(int(uid))}" for uid in trace.record(chosen).uid]

@@ -223,6 +223,7 @@ def test_aborting_a_request_ends_all_its_continuations():
     for name in ("a", "b"):
         engine.submit(Request(name, tuple(PROMPT), SamplingParams(temperature=0, n=6, max_tokens=5, ignore_eos=True)))
     engine.burst()
+    assert [engine.label(uid) for uid in (1, 2, 99)] == ["a.0", "a.1", None]
     engine.abort(["a"])
     assert drain(engine) == {("b", index): follow(PROMPT, 5) for index in range(6)}
 
