@@ -89,7 +89,7 @@ def test_more_come_in_than_a_step_can_copy_for():
 
 
 def test_two_who_share_do_not_change_each_other():
-    """PC-04: one goes on and fills its last page, the other stays where it was, and then goes on another way."""
+    """One goes on and fills its last page, the other stays where it was, and then goes on another way."""
     driver = Driver(CONFIG, ScriptDecoder())
     driver.submit(Ask(1, PROMPT, 40, temperature=1.0, seed=1))
     driver.step()

@@ -165,7 +165,8 @@ def test_stream_is_generate_in_pieces(llm):
 
 
 def test_several_continuations_of_a_prompt(llm):
-    """In the order of `index`, each with its text, its ids and its end; a stream names whose piece it is."""
+    """SA-10: in the order of `index`, each with its text, its ids and its end, different ones and the same again; with
+    temperature 0 all equal. A stream names whose piece it is."""
     params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)
     one, other = llm.generate(["one", "two two"], params, use_tqdm=False)
     for output in (one, other):
@@ -185,6 +186,10 @@ def test_several_continuations_of_a_prompt(llm):
         ended += [place] * event.finished
         assert event.output.finished == all((event.index, index) in ended for index in range(3))
     assert texts == {(i, c.index): c.text for i, output in enumerate((one, other)) for c in output.outputs}
+    [again] = llm.generate("one", params, use_tqdm=False)
+    assert [c.token_ids for c in again.outputs] == [c.token_ids for c in one.outputs]
+    [greedy] = llm.generate("one", replace(params, temperature=0), use_tqdm=False)
+    assert len({tuple(c.token_ids) for c in greedy.outputs}) == 1
     with pytest.raises(ValueError, match="n must be at least 1; got 0"):
         SamplingParams(n=0)
 
@@ -352,9 +357,12 @@ def test_works_inside_a_running_loop_and_in_threads(llm):
 
 def test_progress_counts_prompts(llm, capsys):
     """NB-04: one bar a call, its total the prompts, full at the end; off is silent."""
-    llm.generate(["a", "b", "c"], GREEDY)
+    llm.generate(["a", "b", "c"], replace(GREEDY, n=2))
     assert "3/3" in capsys.readouterr().err
+    llm.beam_search(["a", "b"], BeamSearchParams(2, max_tokens=3))
+    assert "2/2" in capsys.readouterr().err
     llm.generate(["a"], GREEDY, use_tqdm=False)
+    llm.beam_search("a", BeamSearchParams(2, max_tokens=3), use_tqdm=False)
     captured = capsys.readouterr()
     assert captured.err == captured.out == ""
 
