@@ -412,7 +412,7 @@ class Engine:
 
     def _candidates(self) -> int:
         """Those that the next burst offers: a power of two, so that there are few programs, or the vocabulary."""
-        most = max(request.candidates for request in self._requests.values())
+        most = max((self._requests[uid].candidates for uid in self._on_device), default=0)
         return min(1 << (most - 1).bit_length(), self.model_config.vocab_size) if most else 0
 
     def _budget(self, wanted: int, candidates: int) -> int:

@@ -5,8 +5,8 @@
     T  tokens a request can have           K  stop tokens a request can name
 
 A request lives in a row of `Requests` from submission to its end, with all its tokens. While it runs it has a slot,
-and the slot has its pages. The waiting queue is the rows whose status is WAITING, in the order of `arrival`; a
-preempted request goes back to it by changing its status, and keeps its place.
+and the slot has its pages. The waiting queue is the rows whose status is WAITING, in the order of `arrival`, but for
+forks that wait for their parent; a preempted request goes back to it by changing its status, and keeps its place.
 """
 
 from __future__ import annotations
