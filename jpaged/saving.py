@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.huggingface import read_json
 from jpaged import policy as policies
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
@@ -154,6 +153,8 @@ class Saved:
         Raises:
             ValueError: it is not there, or has other fields.
         """
+        from checkpoints.huggingface import read_json  # with what reads weights, which an engine alone does not need
+
         file = self._source.files / name
         return from_json(kind, read_json(file), str(file))
 

@@ -210,7 +210,8 @@ class OracleEngine:
         return Identity(request.namespace, tuple(request.tokens[: (column + 1) * self.config.page_size]))
 
     def shareable(self, request: OracleRequest) -> int:
-        return (len(request.tokens) - 1) // self.config.page_size if self.config.enable_prefix_caching else 0
+        looks = self.config.enable_prefix_caching or request.parent is not None
+        return (len(request.tokens) - 1) // self.config.page_size if looks else 0
 
     def lookup(self, asks: list[tuple[OracleRequest, list[int], int]]) -> list[list[int]]:
         """For each request, the pages it has, and how many more it asks for: those that are found; of a fork, those

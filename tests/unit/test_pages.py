@@ -46,14 +46,17 @@ def test_taking_nothing_and_taking_all():
     assert table.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 0, 0, 0], [0] * 5]
 
 
-def test_release_drops_one_reference_of_each_page_of_those_slots():
-    """Catches: a scratch entry past the end that loses a reference; a shared page freed under its other owner."""
+def test_release_drops_one_reference_of_each_page_in_those_columns():
+    """Catches: a scratch entry past the end that loses a reference; a shared page freed under its other owner; one that
+    is kept and counted as given back."""
     table = jnp.array([[1, 2, 0, 0, 0], [1, 3, 4, 0, 0], [5, 0, 0, 0, 0], [0] * 5], jnp.int32)
     held = jnp.array([2, 3, 1, 0], jnp.int32)
     refcount = jnp.array([1, 2, 1, 1, 1, 1] + [0] * 10, jnp.int32)
-    after = jit_release(refcount, table, held, jnp.array([True, False, True, True]))
+    after = jit_release(refcount, table, jnp.array([0, 3, 0, 0], jnp.int32), held)
     assert after.tolist() == [1, 1, 0, 1, 1, 0] + [0] * 10
-    assert jit_release(refcount, table, held, jnp.zeros(SLOTS, bool)).tolist() == refcount.tolist()
+    after = jit_release(refcount, table, jnp.array([1, 2, 1, 0], jnp.int32), held)
+    assert after.tolist() == [1, 2, 0, 1, 0, 1] + [0] * 10
+    assert jit_release(refcount, table, held, held).tolist() == refcount.tolist()
 
 
 @settings(max_examples=60)
@@ -69,9 +72,10 @@ def test_taking_and_releasing_keeps_the_count(data):
             left -= need[-1]
         refcount, table, held = jit_take(refcount, table, held, jnp.array(need, jnp.int32))
         which = jnp.array(data.draw(st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)))
-        refcount = jit_release(refcount, table, held, which)
-        held = jnp.where(which, 0, held)
-        table = jnp.where(which[:, None], SCRATCH_PAGE, table)
+        kept = jnp.where(which, held // 2, held)
+        refcount = jit_release(refcount, table, kept, held)
+        held = kept
+        table = jnp.where(jnp.arange(COLUMNS) < held[:, None], table, SCRATCH_PAGE)
         named = np.zeros(PAGES, int)
         named[SCRATCH_PAGE] = 1
         for slot in range(SLOTS):
