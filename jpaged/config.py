@@ -36,6 +36,13 @@ class EngineConfig:
             call costs more than a small step, and 1 on a CPU.
         enable_prefix_caching: whether requests use full pages that others, or earlier ones, have computed. It
             changes no token.
+        preemption: what becomes of the pages of a request that must make room. "recompute": nothing, it computes them
+            again; "swap": they wait in a pool on the host, as long as there is room; "auto": what costs less, for each
+            request. It changes no token.
+        swap_space_bytes: of the host's pool, where preemption is not "recompute"; None: those of the device's, at most
+            4 GiB. It is pinned where the platform does that.
+        swap_page_cost: with "auto", what moving a page to the host and back costs, in tokens that are computed in the
+            same time; None: by what is known of the machine and the model, see `jpaged.costs`.
         admission: who of the queue comes in first, a policy of `jpaged.policy` or one's own.
         victim: who of those who run makes room last, and is served first; a policy as well.
         trace: keep what every step decides, and all that the engine is told, in `LLM.trace`: for pictures, and to
@@ -58,6 +65,9 @@ class EngineConfig:
     token_budgets: tuple[int, ...] | None = None
     steps_per_burst: int | None = None
     enable_prefix_caching: bool = True
+    preemption: Literal["recompute", "swap", "auto"] = "recompute"
+    swap_space_bytes: int | None = None
+    swap_page_cost: float | None = None
     admission: Policy = by_priority
     victim: Policy = by_priority
     trace: bool = False
@@ -68,7 +78,7 @@ class EngineConfig:
         )  # fmt: skip
         for name in counts:
             self._check(name, 1, optional=False)
-        for name in ("num_pages", "pool_bytes", "max_model_len", "steps_per_burst"):
+        for name in ("num_pages", "pool_bytes", "max_model_len", "steps_per_burst", "swap_space_bytes"):
             self._check(name, 1, optional=True)
         self._check("seed", 0, optional=False)
         if self.num_pages is not None and self.pool_bytes is not None:
@@ -78,6 +88,7 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "trace"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
+        self._check_preemption()
         for name in ("admission", "victim"):
             if not callable(policy := getattr(self, name)):
                 raise ValueError(f"{name} must be a policy, a function as in jpaged.policy; got {policy!r}")
@@ -93,6 +104,21 @@ class EngineConfig:
                     f"the last of token_budgets ({budgets[-1]}) must be max_num_batched_tokens "
                     f"({self.max_num_batched_tokens})"
                 )
+
+    def _check_preemption(self):
+        if self.preemption not in (kinds := ("recompute", "swap", "auto")):
+            raise ValueError(f"preemption must be one of {kinds}, got {self.preemption!r}")
+        if self.preemption == "recompute" and self.swap_space_bytes is not None:
+            raise ValueError(
+                f"swap_space_bytes={self.swap_space_bytes} is of use with preemption='swap' or 'auto' only; it is "
+                "'recompute'"
+            )
+        if (cost := self.swap_page_cost) is None:
+            return
+        if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not cost >= 0:
+            raise ValueError(f"swap_page_cost must be a number of at least 0 or None, got {cost!r}")
+        if self.preemption == "recompute" or (self.preemption == "swap" and cost > 0):
+            raise ValueError(f"swap_page_cost={cost} is of use with preemption='auto' only; it is {self.preemption!r}")
 
     def _check(self, name: str, least: int, *, optional: bool):
         value = getattr(self, name)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jpaged import sizing
 from jpaged.models.config import ModelConfig
-from pallas_kernels.cards import CARDS
+from pallas_kernels.cards import CARDS, card_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,23 @@ MACHINES = {
     },
     "cpu": Machine("cpu", 1.4e11, 1.8e10, 5e9, 1e-3),
 }
+
+
+def machine_of(device: jax.Device) -> Machine:
+    """What is known of the machine of a JAX device.
+
+    Raises:
+        ValueError: nothing is.
+    """
+    if device.platform == "cpu":
+        return MACHINES["cpu"]
+    card = card_of(device.device_kind)
+    if card is None:
+        raise ValueError(
+            f"what moving and computing cost on {device.device_kind!r} is not known here ({', '.join(MACHINES)} are): "
+            "give swap_page_cost"
+        )
+    return MACHINES[card.name]
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged import saving, sizing
+from jpaged import costs, saving, sizing
 from jpaged.config import EngineConfig
+from jpaged.host_pool import HostPool
 from jpaged.models.config import ModelConfig
-from jpaged.pool import Decoder
+from jpaged.pool import CHUNK_PAGES, Decoder
 from jpaged.request import FinishReason, Request
 from jpaged.snapshot import pack_state, unpack_state
 from jpaged.stats import EngineStats, StepStats, TokenEvent
@@ -33,12 +34,14 @@ from jpaged.step import (
     NO_UID,
     EngineState,
     Finish,
+    Moves,
     Status,
     Submission,
     abort,
     advance,
     demand,
     evict,
+    exchange,
     fork,
     make_state,
     run,
@@ -53,6 +56,8 @@ logger = logging.getLogger("jpaged")
 _SUBMIT_BATCH = 16
 #: Steps whose figures `Engine.history` keeps.
 _HISTORY = 100_000
+#: Of the host's pool where its size was left open, as in vLLM.
+_MOST_SWAP_BYTES = 4 << 30
 #: Cache salts that are known at a time, or as many as there are pages.
 _NAMESPACES = 1024
 
@@ -88,6 +93,12 @@ def _fork(state: EngineState, branch: tuple[jax.Array, jax.Array, jax.Array]) ->
 def _advance(state: EngineState, beams: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[EngineState, jax.Array]:
     state = advance(state, *beams)
     return state, demand(state)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _exchange(state: EngineState, ahead: jax.Array) -> tuple[EngineState, tuple[jax.Array, Moves]]:
+    state, moves = exchange(state, ahead)
+    return state, (demand(state), moves)
 
 
 @dataclass
@@ -132,9 +143,10 @@ class Engine:
         #: What the engine was told and what its steps decided, where `config.trace` asks for it.
         self.trace = Trace(self.config, self._shape) if config.trace else None
         self._reset()
+        self._host_pool = self._make_host_pool()
         self.history: deque[StepStats] = deque(maxlen=_HISTORY)
         self._totals = dict.fromkeys(
-            ("steps", "useful", "wasted", "preemptions", "prefix_queries", "prefix_hits"), 0
+            ("steps", "useful", "wasted", "preemptions", "swaps", "prefix_queries", "prefix_hits"), 0
         )  # fmt: skip
 
     # -- sizes
@@ -164,7 +176,37 @@ class Engine:
                 num_pages, num_pages * config.page_size, longest,
             )  # fmt: skip
             longest = num_pages * config.page_size
-        return replace(config, num_pages=num_pages, max_model_len=longest, pool_bytes=None), num_pages, longest
+        config = replace(config, num_pages=num_pages, max_model_len=longest, pool_bytes=None)
+        return self._resolve_swap(config), num_pages, longest
+
+    def _resolve_swap(self, config: EngineConfig) -> EngineConfig:
+        """`config` with the size of the host's pool, and what using it costs."""
+        if config.preemption == "recompute":
+            return config
+        page_bytes = config.page_size * sizing.bytes_per_token(self.model_config, config.dtype)
+        assert config.num_pages is not None
+        space = config.swap_space_bytes
+        if space is None:
+            space = max(CHUNK_PAGES * page_bytes, min(config.num_pages * page_bytes, _MOST_SWAP_BYTES))
+        cost = 0.0 if config.preemption == "swap" else config.swap_page_cost
+        if cost is None:
+            machine = costs.machine_of(jax.devices()[0])
+            model = costs.CostModel.of(self.model_config, config.dtype, machine)
+            cost = 2 * model.move_page(config.page_size) / model.recompute_token()
+            logger.info(
+                "preemption='auto': on %s, moving a page of %d tokens to the host and back takes as long as computing "
+                "%.2f tokens; a request is swapped where that is less than what it would compute again",
+                machine.name, config.page_size, cost,
+            )  # fmt: skip
+        return replace(config, swap_space_bytes=space, swap_page_cost=cost)
+
+    def _make_host_pool(self) -> HostPool | None:
+        if self._state.swap is None:
+            return None
+        start = time.perf_counter()
+        pool = HostPool(self._state.pool, self._state.swap.num_chunks)
+        self.compile_seconds += time.perf_counter() - start
+        return pool
 
     def _pool_bytes(self, config: EngineConfig, longest: int) -> int:
         """Bytes for the pool when the caller named no size: from the GPU's memory, or the stated CPU default."""
@@ -174,7 +216,10 @@ class Engine:
             return sizing.default_pool_bytes()
         limit, held = memory
         pages = -(-longest // config.page_size)
-        probe = self._lower(replace(config, num_pages=pages), config.budgets[-1]).compile()
+        probed = replace(
+            config, num_pages=pages, preemption="recompute", swap_space_bytes=None, swap_page_cost=None
+        )  # fmt: skip
+        probe = self._lower(probed, config.budgets[-1]).compile()
         temporary = probe.memory_analysis().temp_size_in_bytes
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
         total = sizing.attainable_bytes(
@@ -242,11 +287,13 @@ class Engine:
         self._put(Submission.empty(_SUBMIT_BATCH, self.max_model_len))
         self._drop([])
         self._branch(NO_UID, NO_UID, 0)
+        self._exchange()
 
     @property
     def num_programs(self) -> int:
         """Programs compiled so far. After `warmup` it grows only when candidates are asked for."""
-        return len(self._programs) + len(self._helpers)
+        moving = 0 if self._host_pool is None else self._host_pool.num_programs
+        return len(self._programs) + len(self._helpers) + moving
 
     def program_text(self, budget: int) -> str:
         """The compiled program of a token budget, as HLO text."""
@@ -367,6 +414,15 @@ class Engine:
             self._put(batch)
             self._tell(Submit.of(batch))
 
+    def _exchange(self) -> None:
+        """Moves pages to the host and back, as the state asks for; before each burst."""
+        if self._host_pool is None:
+            return
+        ahead = np.int32(self.config.steps_per_burst or 1)
+        self._state, (self._demand, moves) = self._helper(_exchange, ahead)
+        pool = self._host_pool.move(self._state.pool, jax.device_get(moves))
+        self._state = replace(self._state, pool=pool)
+
     def _put(self, batch: Submission) -> None:
         self._state, self._demand = self._helper(_submit, batch)
 
@@ -397,6 +453,7 @@ class Engine:
         if not self.has_work:
             return events
         self._feed()
+        self._exchange()
         candidates = self._candidates()
         budget = self._budget(int(self._demand), candidates)
         program = self.program(budget, candidates)
@@ -468,6 +525,7 @@ class Engine:
         self._totals["useful"] += computed - lost
         self._totals["wasted"] += budget - computed + lost
         self._totals["preemptions"] += int(record.preempted)
+        self._totals["swaps"] += int(record.to_host.sum())
         self._totals["prefix_queries"] += int(record.prefix_queries)
         self._totals["prefix_hits"] += int(record.prefix_hits)
         self.history.append(StepStats.of(record, self._totals["steps"], budget, pending=len(self._pending)))
@@ -678,6 +736,7 @@ class Engine:
             useful_row_steps=self._totals["useful"],
             wasted_row_steps=self._totals["wasted"],
             preemptions=self._totals["preemptions"],
+            swaps=self._totals["swaps"],
             total_pages=self.num_pages,
             free_pages=available - cached,
             in_use_pages=self.num_pages - available,
@@ -695,6 +754,8 @@ class Engine:
         for leaf in jax.tree.leaves(self._state):
             if not leaf.is_deleted():
                 leaf.delete()
+        if self._host_pool is not None:
+            self._host_pool.close()
         self._params = None
         self._programs.clear()
         self._helpers.clear()

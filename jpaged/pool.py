@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 #: The page that padding is written to. Nobody reads it; requests own pages 1 to num_pages.
 SCRATCH_PAGE = 0
+#: Pages that are moved between the pool and the host together.
+CHUNK_PAGES = 8
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +44,14 @@ class KVPool:
         written."""
         return KVPool(*(pages.at[:, target].set(pages[:, source]) for pages in (self.k, self.v)))
 
+    def read(self, pages: jax.Array) -> KVPool:
+        """What is in `pages` `[N]`, as a pool of N pages."""
+        return jax.tree.map(lambda array: array[:, pages], self)
+
+    def write(self, pages: jax.Array, chunk: KVPool) -> KVPool:
+        """With `chunk`, of `read`, in `pages` `[N]`; nothing where that is 1 + num_pages."""
+        return jax.tree.map(lambda array, new: array.at[:, pages].set(new, mode="drop"), self, chunk)
+
     @property
     def num_pages(self) -> int:
         """Pages that requests can own: all but the scratch page."""
@@ -50,6 +60,11 @@ class KVPool:
     @property
     def page_size(self) -> int:
         return self.k.shape[3]
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page, in all layers."""
+        return self.nbytes // self.k.shape[1]
 
     @property
     def nbytes(self) -> int:

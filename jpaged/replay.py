@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.host_pool import HostPool
 from jpaged.pool import Decoder
-from jpaged.step import NO_UID, EngineState, StepRecord, abort, evict, fork, make_state, run, submit
+from jpaged.step import NO_UID, EngineState, StepRecord, abort, evict, exchange, fork, make_state, run, submit
 from jpaged.submission import branch
 from jpaged.trace import (
     Abort,
@@ -30,6 +31,7 @@ from jpaged.trace import (
 _run = jax.jit(run, static_argnums=0, static_argnames=("budget", "steps", "candidates"), donate_argnums=2)
 _submit = jax.jit(submit, donate_argnums=0)
 _fork = jax.jit(fork, donate_argnums=0)
+_exchange = jax.jit(exchange, donate_argnums=0)
 _leave = jax.jit(lambda state, uids: evict(abort(state, uids)), donate_argnums=0)
 
 
@@ -59,6 +61,7 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
     batch_size = max((len(told.batch.uid) for told in trace.inputs if isinstance(told, Submit)), default=0)
     rows = config.max_num_seqs + config.max_queue
     state = _empty(trace)
+    host_pool = None if state.swap is None else HostPool(state.pool, state.swap.num_chunks)
     for told in trace.inputs:
         if until is not None and done == until:
             break
@@ -74,6 +77,9 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
                     named[: len(some)] = some
                     state = _leave(state, named)
             case Burst(budget, steps):
+                if host_pool is not None:
+                    state, moves = _exchange(state, np.int32(config.steps_per_burst or 1))
+                    state = replace(state, pool=host_pool.move(state.pool, jax.device_get(moves)))
                 steps = min(steps, left - done)
                 state, records, _ = _run(decoder, params, state, budget=budget, steps=steps)
                 _compare(trace, done, jax.device_get(records))

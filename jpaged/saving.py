@@ -34,13 +34,13 @@ from jpaged.stats import TokenEvent
 from jpaged.step.prefix import token_hash
 
 FORMAT = "jpaged-engine"
-VERSION = 1
+VERSION = 2
 ENGINE_FILE = "engine.json"
 #: Fields of the configuration that may be others when the engine goes on. They change no token.
 FREE_FIELDS = frozenset(
     {
         "num_pages", "pool_bytes", "gpu_memory_utilization", "max_num_batched_tokens", "token_budgets",
-        "steps_per_burst", "admission", "victim",
+        "steps_per_burst", "admission", "victim", "preemption", "swap_space_bytes", "swap_page_cost",
     }
 )  # fmt: skip
 _POLICIES = ("admission", "victim")
@@ -172,6 +172,8 @@ class Saved:
             stored[name] = changes[name] if name in changes else self._policy(name, stored[name])
         if changes.get("pool_bytes") is not None:
             stored["num_pages"] = None
+        if "preemption" in changes:
+            stored["swap_space_bytes"] = stored["swap_page_cost"] = None
         config = replace(EngineConfig(**stored), **changes)
         self._check_sizes(config)
         return config

@@ -12,21 +12,22 @@ place for each page hold only the pages that somebody uses or can find, whose nu
     page_table   [[3 8 0] [8 0 0]]            as it was: pages by their numbers
 
 A page keeps its number where the other pool has it, and gets a free one where not. The index is made anew, as its size
-is that of the pool. Nothing else is looked at: a field that is added to the state is carried without a change here,
-unless it has a place for each page, or holds numbers of pages.
+is that of the pool. Pages that wait in the host's pool (`EngineState.swap`) are left out: their requests compute them
+again. Nothing else is looked at: a field that is added to the state is carried without a change here, unless it has a
+place for each page, or holds numbers of pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.host_pool import read_pages, write_pages
 from jpaged.pool import SCRATCH_PAGE, KVPool
 from jpaged.step import EngineState, Status
 from jpaged.step.prefix import WAYS, Prefixes, places
@@ -55,7 +56,7 @@ def pack_state(state: EngineState) -> dict[str, np.ndarray]:
     pages = np.flatnonzero((refcount > 0) | findable).astype(np.int32)
     arrays = {PAGES: pages}
     for name, leaf in leaves.items():
-        if name in _DERIVED or _in_pool(name):
+        if name in _DERIVED or _in_pool(name) or _on_host(name):
             continue
         arrays[name] = np.array(leaf)[pages] if _has_pages(name) else np.array(leaf)
     return arrays | _read_pool(state.pool, pages)
@@ -80,7 +81,7 @@ def unpack_state(arrays: Mapping[str, Any], state: EngineState) -> EngineState:
     new = numbers[arrays[PAGES][kept]]
     host: dict[str, np.ndarray] = {}
     for name, leaf in leaves.items():
-        if name in _DERIVED or _in_pool(name):
+        if name in _DERIVED or _in_pool(name) or _on_host(name):
             continue
         values = np.asarray(arrays[name])
         if name in _PAGE_NUMBERS:
@@ -98,7 +99,7 @@ def unpack_state(arrays: Mapping[str, Any], state: EngineState) -> EngineState:
     def filled(path: Any, leaf: jax.Array) -> jax.Array:
         name = _name(path)
         # Copied, as the state will be donated: on a CPU the array may else be the buffer of the numpy array.
-        return leaf if _in_pool(name) else _placed(jnp.array(host[name], copy=True), leaf)
+        return leaf if _in_pool(name) or _on_host(name) else _placed(jnp.array(host[name], copy=True), leaf)
 
     return jax.tree_util.tree_map_with_path(filled, replace(state, pool=pool))
 
@@ -123,6 +124,10 @@ def _in_pool(name: str) -> bool:
     return name.startswith("pool.")
 
 
+def _on_host(name: str) -> bool:
+    return name.startswith("swap.")
+
+
 def _has_pages(name: str) -> bool:
     """Whether a leaf that is not of the pool has a place for each page: its first axis."""
     return name == "refcount" or (name.startswith("prefixes.") and name not in {"prefixes.enabled", *_DERIVED})
@@ -132,7 +137,7 @@ def _check(arrays: Mapping[str, Any], state: EngineState, leaves: Mapping[str, j
     live = np.asarray(state.requests.status) != Status.FREE
     if live.any() or int(state.available_pages) < state.pool.num_pages or np.asarray(state.prefixes.findable).any():
         raise ValueError("a state is restored into an empty one: give what make_state returns")
-    names = {PAGES, *leaves.keys() - _DERIVED}
+    names = {PAGES, *(name for name in leaves if name not in _DERIVED and not _on_host(name))}
     if missing := sorted(names - arrays.keys()):
         raise ValueError(f"the saved state has no {', '.join(missing)}: another version of jpaged wrote it")
     if unknown := sorted(arrays.keys() - names):
@@ -215,7 +220,7 @@ def _read_pool(pool: KVPool, pages: np.ndarray) -> dict[str, np.ndarray]:
         some = pages[start : start + size]
         wanted = np.full(size, SCRATCH_PAGE, np.int32)  # padding, so that one program reads them all
         wanted[: len(some)] = some
-        chunk = _read(pool, wanted)
+        chunk = read_pages(pool, wanted)
         for name in ("k", "v"):
             out[f"pool.{name}"][:, start : start + len(some)] = np.asarray(getattr(chunk, name))[:, : len(some)]
     return out
@@ -231,15 +236,7 @@ def _write_pool(pool: KVPool, packed: Mapping[str, Any], kept: np.ndarray, new: 
         for name, array in packed.items():
             chunk[name] = np.zeros((array.shape[0], size, *array.shape[2:]), array.dtype)
             chunk[name][:, : len(some)] = array[:, some]
-        pool = _write(pool, number, KVPool(**chunk))
+        pool = write_pages(pool, number, KVPool(**chunk))
     return jax.tree.map(_placed, pool, empty)
 
 
-@jax.jit
-def _read(pool: KVPool, pages: jax.Array) -> KVPool:
-    return jax.tree.map(lambda array: array[:, pages], pool)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _write(pool: KVPool, pages: jax.Array, chunk: KVPool) -> KVPool:
-    return jax.tree.map(lambda array, values: array.at[:, pages].set(values, mode="drop"), pool, chunk)

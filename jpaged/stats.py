@@ -39,6 +39,8 @@ class StepStats:
     preempted: int
     pages_cached: int = 0  # pages that no table names and that can be found
     prefix_hits: int = 0  # tokens of prompts that were found computed
+    swapped_out: int = 0  # of those preempted, requests whose pages went to the host
+    swapped_in: int = 0  # requests that came in with pages of the host; not among those admitted
 
     @classmethod
     def of(cls, record: Any, step: int, budget: int, pending: int = 0) -> StepStats:
@@ -55,6 +57,8 @@ class StepStats:
             preempted=int(record.preempted),
             pages_cached=int(record.pages_cached),
             prefix_hits=int(record.prefix_hits),
+            swapped_out=int(record.to_host.sum()),
+            swapped_in=int(record.restored),
         )
 
 
@@ -78,6 +82,7 @@ class EngineStats:
     cached_pages: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    swaps: int = 0  # preemptions by which pages went to the host; by the others they are computed again
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -90,6 +95,7 @@ class EngineStats:
         return (
             f"{self.running} running, {self.waiting} waiting; pages: {self.in_use_pages} of {self.total_pages} in use, "
             f"{self.cached_pages} cached; {self.prefix_hit_rate:.0%} of prompt tokens found computed; "
-            f"{self.steps} steps, {computed} row-steps of which {share:.0%} wasted, {self.preemptions} preemptions; "
+            f"{self.steps} steps, {computed} row-steps of which {share:.0%} wasted, {self.preemptions} preemptions "
+            f"({self.swaps} by swapping); "
             f"{self.num_programs} programs compiled in {self.compile_seconds:.1f} s"
         )

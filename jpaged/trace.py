@@ -30,7 +30,7 @@ from jpaged.step import Finish, StepRecord, Submission
 from jpaged.step.decisions import Decisions, Placed
 
 #: Of the files that `Trace.save` writes; another number is another layout.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,8 @@ class Trace:
         column = np.arange(table.shape[1])
         for record in self.records:
             decisions = _decisions(record)
+            restored = decisions.restored
+            table[restored.slot, restored.column] = restored.page
             table[column >= decisions.kept[:, None]] = SCRATCH_PAGE
             for part in (decisions.found, decisions.taken, decisions.shared):
                 table[part.slot, part.column] = part.page
@@ -217,14 +219,21 @@ class Trace:
             f"{figures.waiting} waiting; pages: {figures.pages_in_use} in use, {figures.pages_cached} cached, "
             f"{free} free"
         ]
+        for slot in np.flatnonzero(record.left):
+            goes = "is swapped out" if record.to_host[slot] else "is preempted"
+            lines.append(f"  slot {slot}: request {self.label(int(record.left[slot]))} {goes}")
         for slot in np.flatnonzero(decisions.preempted):
             lines.append(f"  slot {slot}: request {self.label(int(decisions.preempted[slot]))} is preempted")
         before = self.records[step - 2] if step > 1 else None
         for slot in np.flatnonzero(record.uid):
             uid = int(record.uid[slot])
-            stays = before is not None and before.uid[slot] == uid and decisions.preempted[slot] != uid
+            stays = before is not None and bool(before.uid[slot] == uid)
+            stays = stays and uid not in (int(decisions.preempted[slot]), int(record.left[slot]))
             words = [] if stays else ["comes in"]
-            for verb, part in (("finds", decisions.found), ("takes", decisions.taken), ("shares", decisions.shared)):
+            for verb, part in (
+                ("brings back", decisions.restored), ("finds", decisions.found), ("takes", decisions.taken),
+                ("shares", decisions.shared),
+            ):  # fmt: skip
                 if len(pages := part.page[part.slot == slot]):
                     words.append(f"{verb} page{'s' * (len(pages) > 1)} {', '.join(map(str, pages))}")
             tokens = int(record.scheduled[slot])
@@ -344,7 +353,7 @@ class Trace:
                 steps += values[1] if kind == "Burst" else 0
         # Any record of the right structure will do: its leaves are replaced.
         empty = Placed.empty(0)
-        like = StepRecord.zeros(0, Decisions(empty.page, empty.page, empty, empty, empty, empty.page))
+        like = StepRecord.zeros(0, Decisions(empty.page, empty.page, empty, empty, empty, empty, empty.page))
         names, structure = [name for name, _ in _leaves(like)], jax.tree.structure(like)
         ends = {name: np.cumsum(arrays[f"record.{name}"]) for name in names if name.endswith(".count")} if steps else {}
         for step in range(steps):

@@ -8,6 +8,7 @@ state = step(decoder, params, state, budget=16)
 from jpaged.step.beam import advance
 from jpaged.step.check import violations
 from jpaged.step.evict import evict
+from jpaged.step.exchange import exchange
 from jpaged.step.fork import fork
 from jpaged.step.state import (
     NO_UID,
@@ -23,8 +24,9 @@ from jpaged.step.state import (
     submit,
 )
 from jpaged.step.step import demand, run, step
+from jpaged.step.swap import Moves
 
 __all__ = [
-    "NO_UID", "EngineState", "Finish", "Requests", "Slots", "Status", "StepRecord", "Submission", "abort", "advance",
-    "demand", "evict", "fork", "make_state", "run", "step", "submit", "violations",
+    "NO_UID", "EngineState", "Finish", "Moves", "Requests", "Slots", "Status", "StepRecord", "Submission", "abort",
+    "advance", "demand", "evict", "exchange", "fork", "make_state", "run", "step", "submit", "violations",
 ]  # fmt: skip

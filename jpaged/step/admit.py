@@ -15,7 +15,7 @@ from jpaged.step.share import lookup, pin, shareable
 from jpaged.step.state import NO_ROW, EngineState, Status
 
 
-def admit(state: EngineState, budget: int) -> tuple[EngineState, jax.Array]:
+def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[EngineState, jax.Array]:
     """Gives slots to the requests at the head of `queue_order`, in order, while there are slots, tokens and pages.
 
     What can be found of a request is looked up first, and is in its table in the same step: no page of it can be taken
@@ -30,6 +30,8 @@ def admit(state: EngineState, budget: int) -> tuple[EngineState, jax.Array]:
     The second line keeps a request from being admitted only to be preempted within a page's worth of steps. With
     nothing running, a request needs its own pages alone, so the head of the queue always gets in at last. A page that
     two find who come in together, and that nobody uses, counts for both, which is on the safe side.
+
+    Those who have pages on the host come in through an exchange, `from_host`, and only they; a step waits for it.
 
     Returns:
         The state; and for each slot `[S]` the page of which a fork that comes in there needs a copy, for its next page
@@ -67,6 +69,8 @@ def admit(state: EngineState, budget: int) -> tuple[EngineState, jax.Array]:
     fits = waiting[queue] & looked_up & (rank < num_slots - running)
     fits &= (tokens_before < budget) & (pages <= state.available_pages)
     fits &= jnp.cumsum(tail > 0, dtype=jnp.int32) <= COPIES
+    if state.swap is not None:
+        fits &= (state.swap.computed[queue] > 0) == from_host
     # Strictly in order: nobody overtakes one who does not fit yet.
     enters = jnp.cumsum(~fits) == 0
 

@@ -95,6 +95,9 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     before = hashes[index, jnp.where(offset == 0, jnp.maximum(page - 1, 0), page)]
     hashes = hashes.at[index, page].set(before + token_hash(tokens, known), mode="drop")
     words = requests.tokens[source].at[index, known].set(tokens, mode="drop")
+    # What it had on the host was of what it was.
+    other_row = jnp.where(row == source, requests.num_rows, row)
+    others = jnp.zeros(requests.num_rows, bool).at[other_row].set(True, mode="drop")
     requests = replace(
         requests,
         tokens=requests.tokens.at[row].set(words, mode="drop"),
@@ -108,4 +111,5 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
         prefixes=forget(state.prefixes, taken),
         slots=slots,
         requests=requests,
+        swap=state.swap and state.swap.without(others),
     )

@@ -6,9 +6,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jpaged.pool import SCRATCH_PAGE
+from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE
 from jpaged.step.prefix import root_hash, token_hash
 from jpaged.step.state import NO_ROW, EngineState, Requests, Status
+from jpaged.step.swap import NO_CHUNK
 
 
 def violations(state: EngineState) -> list[str]:
@@ -56,7 +57,30 @@ def violations(state: EngineState) -> list[str]:
         wrong.append("a live request is longer than its max_len")
     for row in np.flatnonzero(np.asarray(requests.parent) != NO_ROW):
         wrong += _violations_of_a_fork(requests, int(row))
-    return wrong + _violations_of_sharing(state)
+    return wrong + _violations_of_swap(state) + _violations_of_sharing(state)
+
+
+def _violations_of_swap(state: EngineState) -> list[str]:
+    """The same for what is on the host."""
+    if state.swap is None:
+        return []
+    wrong: list[str] = []
+    swap, status = jax.tree.map(np.asarray, state.swap), np.asarray(state.requests.status)
+    named = np.zeros(swap.num_chunks, np.int64)
+    for row, chunks in enumerate(swap.table):
+        own, computed = chunks[chunks != NO_CHUNK], swap.computed[row]
+        np.add.at(named, own, 1)
+        pages = -(-computed // state.pool.page_size)
+        if len(own) != -(-pages // CHUNK_PAGES) or (chunks[: len(own)] == NO_CHUNK).any():
+            wrong.append(f"row {row} has {computed} tokens on the host, in the chunks {chunks.tolist()}")
+        if computed and status[row] not in (Status.WAITING, Status.ABORTED):
+            wrong.append(f"row {row} has pages on the host, and its status is {Status(status[row]).name}")
+        if computed > state.requests.known[row]:
+            wrong.append(f"row {row} has more tokens on the host than it knows")
+    if (named != ~swap.free).any():
+        chunks = np.flatnonzero(named != ~swap.free)
+        wrong.append(f"chunks {chunks.tolist()} are named {named[chunks]} times, and free: {swap.free[chunks]}")
+    return wrong
 
 
 def _violations_of_a_fork(requests: Requests, row: int) -> list[str]:

@@ -50,6 +50,7 @@ class Decisions:
 
     preempted: jax.Array  # [S] int32, who lost this slot to make room; 0: nobody
     kept: jax.Array  # [S] int32, pages left in its table when those who ended, and who made room, had gone
+    restored: Placed  # of those who came in with pages of the host, before the step; see `exchange`
     found: Placed  # computed already, by who came in; a fork's of its parent
     taken: Placed  # new, to compute into
     shared: Placed  # computed by others, by who ran: in place of an equal page of its own, or after its last
@@ -61,7 +62,7 @@ class Decisions:
         found = min(slots * columns, max(columns, LOOKUP_PAGES))
         begun = slots + most_tokens // page_size
         return cls(
-            preempted=jnp.zeros(slots, jnp.int32), kept=jnp.zeros(slots, jnp.int32),
+            preempted=jnp.zeros(slots, jnp.int32), kept=jnp.zeros(slots, jnp.int32), restored=Placed.empty(0),
             found=Placed.empty(found), taken=Placed.empty(begun),
             shared=Placed.empty(min(slots * columns, found + begun)),
             findable=jnp.zeros(-(-(1 + num_pages) // 8), jnp.uint8),
@@ -83,6 +84,7 @@ def decided(
     tables: Sequence[jax.Array],
     preempted: jax.Array,
     kept: jax.Array,
+    restored: Placed | None,
     findable: jax.Array,
     most_pages: int,
 ) -> Decisions:
@@ -91,7 +93,7 @@ def decided(
     Args:
         last: what the one before it did, for its sizes.
         tables: `[S, M]` each, after preemption, admission, scheduling, and at the end.
-        preempted, kept: `[S]` int32, as in `Decisions`.
+        preempted, kept, restored: as in `Decisions`; None: there is no host pool.
         findable: `[P]` bool, at the end.
         most_pages: how many pages the step can begin.
 
@@ -107,4 +109,4 @@ def decided(
         placed(before, after, lists.most)
         for before, after, lists in zip(tables[:-1], tables[1:], (last.found, last.taken, last.shared), strict=True)
     )
-    return Decisions(preempted, kept, found, taken, shared, jnp.packbits(findable))
+    return Decisions(preempted, kept, restored or Placed.empty(0), found, taken, shared, jnp.packbits(findable))

@@ -13,6 +13,7 @@ from jpaged.step.order import queue_order, running_order, standing
 from jpaged.step.pages import release
 from jpaged.step.schedule import grant, pages_needed, wanted
 from jpaged.step.state import EngineState, Status
+from jpaged.step.swap import Notes
 
 
 def hand_on(state: EngineState, which: jax.Array, heir: jax.Array) -> EngineState:
@@ -49,20 +50,20 @@ def evict(state: EngineState) -> EngineState:
     parent = adopt(requests, over, heir)
     state = hand_on(state, slots.occupied & over[slots.request], heir[slots.request])
     status = jnp.where(over, Status.FREE, state.requests.status)
-    return replace(state, requests=replace(state.requests, status=status, parent=parent))
+    swap = state.swap and state.swap.without(over)
+    return replace(state, requests=replace(state.requests, status=status, parent=parent), swap=swap)
 
 
 def preempt(state: EngineState, budget: int) -> EngineState:
     """Sends running requests back to the queue, from the last in `running_order` on: until the pages that the others
     need now are there, and then for the head of the queue, if it stands before them and comes in that way."""
-    nothing = jnp.int32(0)
-    state = replace(state, record=replace(state.record, preempted=nothing, discarded=nothing))
-    state = _send_back(state, _for_pages(state, budget))
-    return _send_back(state, _for_the_head(state, budget))
+    state = _noted(state)
+    state = _discard(state, for_pages(state, grant(state, budget)))
+    return _discard(state, for_the_head(state, budget))
 
 
-def _for_pages(state: EngineState, budget: int) -> jax.Array:
-    """Those `[S] bool` whose pages the others need now.
+def for_pages(state: EngineState, tokens: jax.Array) -> jax.Array:
+    """Those `[S] bool` whose pages the others need to compute `tokens` `[S]`.
 
     If the first m requests stay, they need `sum(need[:m])` new pages and have those that nobody uses and those that
     only the rest uses. The one grows with m and the other shrinks, so the largest m that fits is a count, not a
@@ -70,20 +71,22 @@ def _for_pages(state: EngineState, budget: int) -> jax.Array:
     """
     order = running_order(state)
     occupied = state.slots.occupied[order]
-    needed = jnp.cumsum(pages_needed(state, grant(state, budget))[order], dtype=jnp.int32)
+    needed = jnp.cumsum(pages_needed(state, tokens)[order], dtype=jnp.int32)
     stays = occupied & (needed <= state.available_pages + _given_back(state, order))
     return jnp.zeros_like(occupied).at[order].set(occupied & ~stays)
 
 
-def _for_the_head(state: EngineState, budget: int) -> jax.Array:
+def for_the_head(state: EngineState, budget: int, *, from_host: bool = False) -> jax.Array:
     """Those `[S] bool` in whose place the head of the queue comes in, by the arithmetic of `admit`: as few as can be,
     and nobody who does not stand behind it by the victim policy, whoever came first. Pages that it would find count as
-    its own, which is on the safe side."""
+    its own, which is on the safe side. Only an exchange makes room for one that must come `from_host`."""
     slots, requests = state.slots, state.requests
     order = running_order(state)
     occupied = slots.occupied[order]
     head, rank = queue_order(state)[0], standing(state)
     behind = occupied & (rank[slots.request[order]] > rank[head]) & ready(state)[head]
+    if state.swap is not None and not from_host:
+        behind &= state.swap.computed[head] == 0
     # Its parent, if that is why it is ready, has to stay, and those before it.
     parent = order == parent_slots(state)[head]
     behind &= (jnp.cumsum(parent) > 0) & ~parent | ~jnp.any(parent)
@@ -110,14 +113,38 @@ def _for_the_head(state: EngineState, budget: int) -> jax.Array:
     return jnp.zeros_like(occupied).at[order].set(gone)
 
 
-def _send_back(state: EngineState, victim: jax.Array) -> EngineState:
+def _noted(state: EngineState) -> EngineState:
+    """With a record of what an exchange did before this step."""
+    empty = Notes.empty(state.slots.num_slots, 0 if state.swap is None else state.swap.notes.placed.most)
+    notes = empty if state.swap is None else state.swap.notes
+    record = replace(
+        state.record,
+        left=notes.left,
+        to_host=notes.to_host,
+        restored=notes.restored,
+        preempted=jnp.sum(notes.left > 0, dtype=jnp.int32),
+        discarded=notes.discarded,
+    )
+    return replace(state, record=record, swap=state.swap and replace(state.swap, notes=empty))
+
+
+def _discard(state: EngineState, victim: jax.Array) -> EngineState:
+    """The requests in the slots of `victim` `[S] bool` wait again, and what they have computed is lost."""
+    record, lost = state.record, jnp.where(victim, state.slots.computed, 0)
+    record = replace(
+        record,
+        preempted=record.preempted + jnp.sum(victim, dtype=jnp.int32),
+        discarded=record.discarded + jnp.sum(lost, dtype=jnp.int32),
+    )
+    return replace(send_back(state, victim), record=record)
+
+
+def send_back(state: EngineState, victim: jax.Array) -> EngineState:
     """The requests in the slots of `victim` `[S] bool` wait again."""
-    slots, requests, record = state.slots, state.requests, state.record
+    slots, requests = state.slots, state.requests
     row = jnp.where(victim, slots.request, requests.num_rows)
-    count = jnp.sum(victim, dtype=jnp.int32)
-    discarded = jnp.sum(jnp.where(victim, slots.computed, 0), dtype=jnp.int32)
     state = hand_on(state, victim, jnp.full_like(row, requests.num_rows))
-    counters = replace(state.counters, preemptions=state.counters.preemptions + count.astype(jnp.uint32))
+    count = jnp.sum(victim, dtype=jnp.uint32)
     return replace(
         state,
         requests=replace(
@@ -125,8 +152,7 @@ def _send_back(state: EngineState, victim: jax.Array) -> EngineState:
             status=requests.status.at[row].set(Status.WAITING, mode="drop"),
             preempted=requests.preempted.at[row].set(True, mode="drop"),
         ),
-        counters=counters,
-        record=replace(record, preempted=record.preempted + count, discarded=record.discarded + discarded),
+        counters=replace(state.counters, preemptions=state.counters.preemptions + count),
     )
 
 

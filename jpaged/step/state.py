@@ -21,10 +21,11 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.policy import Policy, by_priority
-from jpaged.pool import SCRATCH_PAGE, KVPool
+from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE, KVPool
 from jpaged.request import MAX_STOP_TOKENS
 from jpaged.step.decisions import Decisions
-from jpaged.step.prefix import Prefixes, prefix_hashes
+from jpaged.step.prefix import LOOKUP_PAGES, Prefixes, prefix_hashes
+from jpaged.step.swap import Swap
 
 
 class Status(IntEnum):
@@ -142,6 +143,9 @@ class StepRecord:
     admitted: jax.Array  # [] requests that got a slot
     preempted: jax.Array  # [] requests that lost theirs
     discarded: jax.Array  # [] tokens that they had computed and must compute again
+    left: jax.Array  # [S] int32, uid of who of them lost this slot in an exchange before the step; 0: nobody
+    to_host: jax.Array  # [S] bool, whether its pages went there
+    restored: jax.Array  # [] requests that got a slot in that exchange, with pages of the host
     recovered: jax.Array  # [] tokens that those who lost theirs before found computed, and must not
     prefix_queries: jax.Array  # [] tokens of the prompts that were admitted, each request once
     prefix_hits: jax.Array  # [] those of them, and of prompts admitted before, that were found computed
@@ -165,7 +169,8 @@ class StepRecord:
             logprob=jnp.zeros(slots, jnp.float32), finish=ints, offered=jnp.zeros(slots, bool),
             candidates=jnp.zeros((slots, 0), jnp.int32), candidate_logprobs=jnp.zeros((slots, 0), jnp.float32),
             cached_tokens=ints, running=scalar, waiting=scalar,
-            admitted=scalar, preempted=scalar, discarded=scalar, recovered=scalar, prefix_queries=scalar,
+            admitted=scalar, preempted=scalar, discarded=scalar, left=ints, to_host=jnp.zeros(slots, bool),
+            restored=scalar, recovered=scalar, prefix_queries=scalar,
             prefix_hits=scalar, pages_in_use=scalar, pages_cached=scalar, tokens_stored=scalar, decisions=decisions,
         )  # fmt: skip
 
@@ -182,6 +187,7 @@ class EngineState:
     requests: Requests
     counters: Counters
     record: StepRecord
+    swap: Swap | None = None  # where `EngineConfig.preemption` asks for it; part of the program
     # Of the program, not of the data: see `jpaged.policy`.
     admission: Policy = field(default=by_priority, metadata={"static": True})
     victim: Policy = field(default=by_priority, metadata={"static": True})
@@ -208,7 +214,8 @@ def make_state(
     """An empty engine. `config.num_pages` and `config.max_model_len` must be set.
 
     Raises:
-        ValueError: where they are not, or where the pool cannot hold one request of `max_model_len`.
+        ValueError: where they are not, or where the pool cannot hold one request of `max_model_len`, or the host's pool
+            not one chunk.
     """
     if config.num_pages is None or config.max_model_len is None:
         raise ValueError(
@@ -238,11 +245,12 @@ def make_state(
             slots=slots, columns=pages, num_pages=config.num_pages, page_size=config.page_size,
             most_tokens=config.max_num_batched_tokens,
         )  # fmt: skip
+    pool = KVPool.zeros(
+        layers=layers, num_pages=config.num_pages, kv_heads=kv_heads, page_size=config.page_size, head_dim=head_dim,
+        dtype=dtype,
+    )  # fmt: skip
     state = EngineState(
-        pool=KVPool.zeros(
-            layers=layers, num_pages=config.num_pages, kv_heads=kv_heads, page_size=config.page_size,
-            head_dim=head_dim, dtype=dtype,
-        ),
+        pool=pool,
         refcount=jnp.zeros(1 + config.num_pages, jnp.int32).at[SCRATCH_PAGE].set(1),
         prefixes=Prefixes.empty(config.num_pages, config.page_size, enabled=config.enable_prefix_caching),
         slots=Slots(
@@ -256,11 +264,34 @@ def make_state(
             prefix_queries=count, prefix_hits=count,
         ),
         record=StepRecord.zeros(slots, decisions),
+        swap=_make_swap(config, CHUNK_PAGES * pool.page_bytes),
         admission=config.admission,
         victim=config.victim,
     )  # fmt: skip
     # A donated state must not hold one buffer twice, and equal constants may share one.
     return jax.tree.map(lambda a: jnp.array(a, copy=True), state)
+
+
+def _make_swap(config: EngineConfig, chunk_bytes: int) -> Swap | None:
+    if config.preemption == "recompute":
+        return None
+    if config.swap_space_bytes is None or config.swap_page_cost is None:
+        raise ValueError(
+            f"preemption={config.preemption!r} needs swap_space_bytes and swap_page_cost, got "
+            f"{config.swap_space_bytes} and {config.swap_page_cost}"
+        )
+    slots, rows, columns = config.max_num_seqs, config.max_num_seqs + config.max_queue, config.max_pages_per_seq
+    chunks = min(config.swap_space_bytes // chunk_bytes, rows * -(-columns // CHUNK_PAGES))
+    if chunks == 0:
+        raise ValueError(
+            f"swap_space_bytes {config.swap_space_bytes:,} hold no {CHUNK_PAGES} pages, which have {chunk_bytes:,} "
+            "bytes and are moved together: give that many at least, or preemption='recompute'"
+        )
+    most_placed = min(slots * columns, 2 * max(columns, LOOKUP_PAGES) + slots) if config.trace else 0
+    return Swap.empty(
+        chunks=chunks, rows=rows, columns=columns, slots=slots, page_cost=config.swap_page_cost,
+        most_placed=most_placed,
+    )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass

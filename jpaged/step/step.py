@@ -90,7 +90,8 @@ def _trace(state: EngineState, evicted: EngineState, stages: list[EngineState], 
     lost = evicted.slots.occupied & ~stages[0].slots.occupied
     preempted = jnp.where(lost, evicted.requests.uid[evicted.slots.request], 0)
     tables, kept = [stage.slots.page_table for stage in stages], stages[0].slots.num_pages
-    now = decided(last, tables, preempted, kept, state.prefixes.findable, most_pages(state, budget))
+    restored = None if evicted.swap is None else evicted.swap.notes.placed
+    now = decided(last, tables, preempted, kept, restored, state.prefixes.findable, most_pages(state, budget))
     return replace(state, record=replace(state.record, decisions=now))
 
 

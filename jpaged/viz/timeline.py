@@ -28,6 +28,7 @@ class Activity(IntEnum):
     DECODE = 3  # computes the token that it sampled last
     PREFILL = 4  # computes tokens of its prompt, or again those that it had computed before it was preempted
     PREEMPTED = 5  # has lost its slot and waits for one
+    SWAPPED = 6  # as well, and its pages are on the host
 
 
 NAMES = {
@@ -36,6 +37,7 @@ NAMES = {
     Activity.DECODE: "decode",
     Activity.PREFILL: "prefill",
     Activity.PREEMPTED: "preempted",
+    Activity.SWAPPED: "swapped",
 }
 #: blue is work, grey is none
 ACTIVITY_COLOURS = {
@@ -45,6 +47,7 @@ ACTIVITY_COLOURS = {
     Activity.DECODE: COLOURS[4],
     Activity.PREFILL: COLOURS[0],
     Activity.PREEMPTED: COLOURS[1],
+    Activity.SWAPPED: COLOURS[2],
 }
 
 
@@ -55,7 +58,7 @@ def activities(trace: Trace) -> np.ndarray:
     row = np.zeros(uids.max(initial=0) + 1, np.int64)
     row[uids] = np.arange(len(uids))
     after = np.array([request.after for request in trace.requests.values()], np.int64)
-    gone, lost, decodes = (np.zeros(len(uids), bool) for _ in range(3))
+    gone, lost, swapped, decodes = (np.zeros(len(uids), bool) for _ in range(4))
     out = np.zeros((len(uids), len(trace)), np.uint8)
     step = 0
     for told in trace.inputs:
@@ -67,13 +70,17 @@ def activities(trace: Trace) -> np.ndarray:
             case Burst(_, steps):
                 for record in trace.records[step : step + steps]:
                     assert record.decisions is not None
-                    victims = row[np.asarray(record.decisions.preempted)[record.decisions.preempted > 0]]
-                    lost[victims], decodes[victims] = True, False
-                    waits = np.where(lost, Activity.PREEMPTED, Activity.WAITING)
+                    preempted, left = np.asarray(record.decisions.preempted), np.asarray(record.left)
+                    nowhere = np.zeros(len(preempted), bool)
+                    for uid, on_host in ((left, np.asarray(record.to_host)), (preempted, nowhere)):
+                        victims, stored = row[uid[uid > 0]], on_host[uid > 0]
+                        lost[victims], swapped[victims] = True, stored
+                        decodes[victims] &= stored
+                    waits = np.where(swapped, Activity.SWAPPED, np.where(lost, Activity.PREEMPTED, Activity.WAITING))
                     out[:, step] = np.where(gone | (after > step), Activity.NONE, waits)
                     runs = np.asarray(record.uid) > 0
                     who, computes = row[record.uid[runs]], np.asarray(record.scheduled)[runs] > 0
-                    lost[who] = False
+                    lost[who] = swapped[who] = False
                     works = np.where(decodes[who], Activity.DECODE, Activity.PREFILL)
                     out[who, step] = np.where(computes, works, Activity.HOLDING)
                     decodes[who] = np.where(computes, np.asarray(record.sampled)[runs], decodes[who])
@@ -94,8 +101,8 @@ def condensed(table: np.ndarray, lines: int, columns: int) -> np.ndarray:
 def plot_timeline(trace: Trace, *, title: str = "") -> Figure:
     """A line for each request and a column for each step, coloured by what it does; below, how many have slots.
 
-    With many requests or steps a pixel stands for several, and shows the rarest thing that they do: preempted before
-    prefill before decode.
+    With many requests or steps a pixel stands for several, and shows the rarest thing that they do: swapped before
+    preempted before prefill before decode.
 
     Raises:
         ValueError: nothing was run.

@@ -19,7 +19,7 @@ LAYERS = [
     {"jpaged.viz", "jpaged.replay"},
     {"jpaged.engine", "jpaged.tokenizer"},
     {"jpaged.beam", "jpaged.costs", "jpaged.submission", "jpaged.trace", "jpaged.snapshot", "jpaged.saving"},
-    {"jpaged.sizing"},
+    {"jpaged.sizing", "jpaged.host_pool"},
     {"jpaged.step"},
     {"jpaged.models"},
     {"jpaged.quant", "jpaged.parallel"},

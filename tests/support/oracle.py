@@ -2,6 +2,8 @@
 
 evict     what ended leaves its slot and row
           of those that are to begin with its pages the first gets the slot, and the pages of what it knows
+exchange  before a burst, with a pool on the host: as preempt, but for pages that the burst may need; who goes keeps its
+          pages there if that costs less and there is room; then the first of the queue who are there come in
 preempt   the largest number of first requests stays whose new pages nobody holds, or only those who go; then the
           largest number with which the head of the queue comes in, if those who go all stand behind it
 admit     in the order of the admission policy, while there are slots, something of the budget, and pages; with the
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field, replace
 
 from jpaged.config import EngineConfig
 from jpaged.policy import by_priority, first_come_first_served, longest_prefix_hit_first, shortest_prompt_first
+from jpaged.pool import CHUNK_PAGES
 from jpaged.step import Finish, Status
 from jpaged.step.fork import COPIES
 from jpaged.step.share import LOOKUP_PAGES
@@ -48,6 +51,8 @@ class OracleRequest:
     preempted: bool = False
     failed: bool = False
     parent: OracleRequest | None = None
+    chunks: list[int] = field(default_factory=list)  # of the host's pool
+    stored: int = 0  # tokens in them
 
 
 @dataclass
@@ -77,12 +82,23 @@ class OracleRecord:
     admitted: int = 0
     preempted: int = 0
     discarded: int = 0
+    restored: int = 0
+    left: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by slot: uid, and whether its pages are kept
     recovered: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     pages_in_use: int = 0
     pages_cached: int = 0
     tokens_stored: int = 0
+
+
+@dataclass
+class OracleNotes:
+    """What an exchange did."""
+
+    left: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    discarded: int = 0
+    restored: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,8 +122,9 @@ class OracleEngine:
     """An engine of `config` over a `HistoryDecoder`. `lookup_pages` is `share.LOOKUP_PAGES`, `copies` `fork.COPIES`."""
 
     def __init__(
-        self, config: EngineConfig, decoder: HistoryDecoder, lookup_pages: int = LOOKUP_PAGES, copies: int = COPIES
-    ):
+        self, config: EngineConfig, decoder: HistoryDecoder, lookup_pages: int = LOOKUP_PAGES, copies: int = COPIES,
+        num_chunks: int = 0,
+    ):  # fmt: skip
         assert config.num_pages is not None
         self.config, self.decoder, self.copies = config, decoder, copies
         self.rows: list[OracleRequest | None] = [None] * (config.max_num_seqs + config.max_queue)
@@ -118,6 +135,8 @@ class OracleEngine:
         self.lookup_pages = max(config.max_pages_per_seq, lookup_pages)
         self.submitted = self.steps = self.computed_tokens = self.padded_tokens = self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
+        self.free_chunks = list(range(num_chunks))
+        self.notes = OracleNotes()
         self.seen: Counter[str] = Counter()  # how often what is rare has happened
 
     # The host's part
@@ -139,7 +158,7 @@ class OracleEngine:
             tokens = [*parent.tokens]
             new = replace(
                 parent, uid=new_uid, arrival=self.submitted, tokens=tokens, parent=parent, status=Status.WAITING,
-                cached_tokens=0, preempted=False,
+                cached_tokens=0, preempted=False, chunks=[], stored=0,
             )  # fmt: skip
             self.rows[self.rows.index(None)] = new
             self.submitted += 1
@@ -328,6 +347,9 @@ class OracleEngine:
         for row in self.rows:
             if row and row.status in over and (orphans := self.forks_of(row)):
                 self.adopt(orphans)
+        for row in self.rows:
+            if row and row.status in over:
+                self.drop_chunks(row)
         self.rows = [None if row and row.status in over else row for row in self.rows]
 
     def forks_of(self, parent: OracleRequest) -> list[OracleRequest]:
@@ -359,9 +381,84 @@ class OracleEngine:
         slot.request, heir.status = heir, Status.RUNNING
         self.adopt(orphans)
 
+    # The host's pool
+
+    def drop_chunks(self, request: OracleRequest) -> None:
+        self.free_chunks = sorted(self.free_chunks + request.chunks)
+        request.chunks, request.stored = [], 0
+
+    def exchange(self, ahead: int) -> None:
+        self.notes = OracleNotes()
+        self.evict()
+        before = {id(slot.request): (index, slot) for index, slot in enumerate(self.slots) if slot}
+        order = [slot.request for slot in self.running()]
+        named = Counter(page for slot in self.running() for page in slot.pages)
+        wanted = []
+        for slot in self.running():
+            known = min(len(slot.request.tokens) + ahead - 1, slot.request.max_len)
+            wanted.append((slot, max(known - slot.computed, 0)))
+        lost = self.make_room(wanted)
+        lost += self.make_way(self.unlimited, from_host=True)
+        self.preemptions += len(lost)
+        room = len(self.free_chunks)
+        for request in reversed(order):
+            index, slot = before[id(request)]
+            if slot not in lost:
+                continue
+            page_size = self.config.page_size
+            alone = sum(
+                min(page_size, slot.computed - column * page_size)
+                for column, page in enumerate(slot.pages)
+                if named[page] == 1
+            )
+            count = -(-len(slot.pages) // CHUNK_PAGES)
+            assert self.config.swap_page_cost is not None
+            cheaper = self.config.swap_page_cost * len(slot.pages) <= alone
+            if cheaper:
+                room -= count  # also if it does not fit: nobody overtakes
+            kept = cheaper and room >= 0 and count > 0
+            if kept:
+                request.chunks, self.free_chunks = self.free_chunks[:count], self.free_chunks[count:]
+                request.stored = slot.computed
+            else:
+                self.notes.discarded += slot.computed
+            self.seen["kept on the host"] += kept
+            self.seen["too many for the host"] += cheaper and room < 0
+            self.seen["cheaper to compute"] += not cheaper
+            self.notes.left[index] = request.uid, kept
+        self.bring_back()
+
+    def bring_back(self) -> None:
+        there = [slot for slot in self.slots if slot]
+        self.admit(self.unlimited, OracleRecord([], [], [], [], [], []), from_host=True)
+        for slot in self.slots:
+            if slot is None or slot in there:
+                continue
+            stored = slot.request.stored
+            need = max(self.pages_of(stored) - len(slot.pages), 0)
+            taken = self.available[:need]
+            assert len(taken) == need
+            self.forget(taken)
+            slot.pages += taken
+            slot.computed = max(slot.computed, stored)
+            self.drop_chunks(slot.request)
+            self.notes.restored += 1
+            self.seen["brought back"] += 1
+
+    @property
+    def unlimited(self) -> int:
+        return len(self.rows) * (self.config.max_model_len or 0)
+
+    # The step's parts, again
+
     def preempt(self, budget: int) -> tuple[int, int]:
         """How many lost their slots, and the tokens they had computed."""
-        granted = self.grant(budget)
+        lost = self.make_room(self.grant(budget))
+        lost += self.make_way(budget)
+        self.preemptions += len(lost)
+        return len(lost), sum(slot.computed for slot in lost)
+
+    def make_room(self, granted: list[tuple[OracleSlot, int]]) -> list[OracleSlot]:
         stays = len(granted)
         while stays:
             need = sum(self.new_pages(slot, tokens) for slot, tokens in granted[:stays])
@@ -371,12 +468,15 @@ class OracleEngine:
         assert stays or not granted, "the first request alone must always fit"
         lost = [slot for slot, _ in granted[stays:]]
         self.send_back(lost)
-        in_the_way = self.in_the_way(budget)
-        self.seen["made way"] += len(in_the_way)
-        self.send_back(in_the_way)
-        lost += in_the_way
-        self.preemptions += len(lost)
-        return len(lost), sum(slot.computed for slot in lost)
+        return lost
+
+    def make_way(self, budget: int, *, from_host: bool = False) -> list[OracleSlot]:
+        if not from_host and any(request.stored for request in self.waiting()[:1]):
+            return []
+        lost = self.in_the_way(budget)
+        self.seen["made way"] += len(lost)
+        self.send_back(lost)
+        return lost
 
     def send_back(self, slots: list[OracleSlot]) -> None:
         for slot in slots:
@@ -399,7 +499,7 @@ class OracleEngine:
                 return running[stay:]
         return []
 
-    def admit(self, budget: int, record: OracleRecord) -> None:
+    def admit(self, budget: int, record: OracleRecord, *, from_host: bool = False) -> None:
         before = self.running()
         tokens = sum(slot.want for slot in before)
         spoken_for = sum(self.new_pages(slot, slot.want) for slot in before)
@@ -415,6 +515,8 @@ class OracleEngine:
             computed = len(found) * self.config.page_size if request.parent is None else len(request.tokens) - 1
             copies += computed % self.config.page_size > 0
             self.seen["too many copies"] += copies > self.copies
+            if (request.stored > 0) != from_host:
+                break
             fits = ahead < len(self.slots) and tokens < budget and asked <= self.lookup_pages and copies <= self.copies
             if not fits or spoken_for + ahead + own > len(self.all_pages) - len(in_use):
                 break
@@ -442,7 +544,11 @@ class OracleEngine:
             [0] * count, [0] * count, [False] * count, [0] * count, [Finish.NOT] * count, [0] * count
         )  # fmt: skip
         self.evict()
+        record.left, record.restored = self.notes.left, self.notes.restored
         record.preempted, record.discarded = self.preempt(budget)
+        record.preempted += len(record.left)
+        record.discarded += self.notes.discarded
+        self.notes = OracleNotes()
         self.admit(budget, record)
         granted = self.within_pages(self.grant(budget))
         most = min(min(budget, count) + budget // self.config.page_size, len(self.all_pages))
@@ -454,7 +560,7 @@ class OracleEngine:
             taken = self.available[:need]
             self.seen["evicted"] += len(self.cached.intersection(taken))
             assert len(taken) == need, "pages were granted that are not there"
-            self.found = {identity: page for identity, page in self.found.items() if page not in taken}
+            self.forget(taken)
             slot.pages += taken
             slot.computed += tokens
             record.uid[index] = slot.request.uid
@@ -480,6 +586,9 @@ class OracleEngine:
         }
         record.tokens_stored = sum(fill.values())
         return record
+
+    def forget(self, pages: list[int]) -> None:
+        self.found = {identity: page for identity, page in self.found.items() if page not in pages}
 
     def within_pages(self, granted: list[tuple[OracleSlot, int]]) -> dict[int, int]:
         """By slot's id, the tokens whose pages are there, first ones first."""
@@ -518,7 +627,5 @@ class OracleEngine:
     def demand(self) -> int:
         """Tokens that the next step computes if no budget limits it."""
         other = deepcopy(self)
-        unlimited = len(self.rows) * (self.config.max_model_len or 0)
-        record = OracleRecord([], [], [], [], [], [])
-        other.admit(unlimited, record)
-        return sum(tokens for _, tokens in other.grant(unlimited))
+        other.admit(self.unlimited, OracleRecord([], [], [], [], [], []))
+        return sum(tokens for _, tokens in other.grant(self.unlimited))

@@ -1,0 +1,154 @@
+"""Between two bursts: who makes room for others goes to the host, or gives up what it has computed; who is first in the
+queue and has its pages on the host comes in again.
+
+The step can preempt too, but it cannot move pages to the host: that takes as long as it takes, and a program of fixed
+shapes would move as many in every step, if only to itself. So an exchange looks ahead, as far as a burst goes, and the
+state that it returns needs no more than it has. What is left to the step is what an exchange cannot see: who becomes
+the head of the queue within a burst.
+
+Each victim goes the way that costs less by `Swap.page_cost`, and the cheap one only if the host has room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE
+from jpaged.step.admit import admit
+from jpaged.step.decisions import placed
+from jpaged.step.evict import evict, for_pages, for_the_head, send_back
+from jpaged.step.order import running_order
+from jpaged.step.pages import take
+from jpaged.step.prefix import LOOKUP_PAGES, forget, next_to_take, spread
+from jpaged.step.state import EngineState
+from jpaged.step.swap import Moves, Swap
+
+
+def exchange(state: EngineState, ahead: int | jax.Array) -> tuple[EngineState, Moves]:
+    """Evicts what has ended, makes room for the next `ahead` steps, and brings in the head of the queue from the host.
+
+    Args:
+        state: one that has a host pool.
+        ahead: the steps of a burst.
+
+    Returns:
+        The state as it is when `Moves` have been done, and these.
+
+    Raises:
+        ValueError: the state has no host pool.
+    """
+    if state.swap is None:
+        raise ValueError("this state has no host pool: make it with preemption='swap' or 'auto'")
+    state = evict(state)
+    slots, requests = state.slots, state.requests
+    row = slots.request
+    known = jnp.minimum(requests.known[row] + ahead - 1, requests.max_len[row])
+    victim = for_pages(state, jnp.where(slots.occupied, jnp.maximum(known - slots.computed, 0), 0))
+    unlimited = requests.tokens.size
+    victim |= for_the_head(send_back(state, victim), unlimited, from_host=True)
+    state, out_chunk, out_pages = _send_away(state, victim)
+    return _bring_back(state, unlimited, out_chunk, out_pages)
+
+
+def _send_away(state: EngineState, victim: jax.Array) -> tuple[EngineState, jax.Array, jax.Array]:
+    """When `victim` `[S] bool` have lost their slots: the state, and what goes to the host, as in `Moves`."""
+    assert state.swap is not None
+    slots, swap, page_size = state.slots, state.swap, state.pool.page_size
+    most, last_first = _most_chunks(state, swap), running_order(state)[::-1]
+    column = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32)
+    tokens = jnp.clip(slots.computed[:, None] - column * page_size, 0, page_size)
+    # What others hold as well is found again.
+    alone = jnp.sum(jnp.where(state.refcount[slots.page_table] == 1, tokens, 0), axis=1, dtype=jnp.int32)
+    cheaper = swap.page_cost * slots.num_pages.astype(jnp.float32) <= alone.astype(jnp.float32)
+    chunks = jnp.where(victim & cheaper, -(-slots.num_pages // CHUNK_PAGES), 0)[last_first]
+    fits = jnp.cumsum(chunks, dtype=jnp.int32) <= jnp.sum(swap.free, dtype=jnp.int32)
+    chunks = jnp.where(fits, chunks, 0)
+
+    runs = spread(chunks, most)
+    slot = last_first[runs.owner]
+    chunk = jnp.nonzero(swap.free, size=most, fill_value=swap.num_chunks)[0].astype(jnp.int32)
+    chunk = jnp.where(runs.used, chunk, swap.num_chunks)
+    columns, pages = _columns(slots.page_table, slot, runs.number)
+    pages = jnp.where(runs.used[:, None] & (columns < slots.num_pages[slot][:, None]), pages, SCRATCH_PAGE)
+
+    rows = state.requests.num_rows
+    goes = jnp.zeros_like(victim).at[last_first].set(chunks > 0)
+    row = jnp.where(goes, slots.request, rows)
+    left = jnp.where(victim, state.requests.uid[slots.request], 0)
+    swap = replace(
+        swap,
+        free=swap.free.at[chunk].set(False, mode="drop"),
+        table=swap.table.at[jnp.where(runs.used, slots.request[slot], rows), runs.number].set(chunk, mode="drop"),
+        computed=swap.computed.at[row].set(slots.computed, mode="drop"),
+        notes=replace(
+            swap.notes,
+            left=left,
+            to_host=goes,
+            discarded=jnp.sum(jnp.where(victim & ~goes, slots.computed, 0), dtype=jnp.int32),
+        ),
+    )
+    return replace(send_back(state, victim), swap=swap), chunk, pages
+
+
+def _bring_back(
+    state: EngineState, unlimited: int, out_chunk: jax.Array, out_pages: jax.Array
+) -> tuple[EngineState, Moves]:
+    """The first of the queue, as far as they are on the host and come in by the arithmetic of `admit`. Pages that they
+    find are not brought."""
+    before = state
+    state, _ = admit(state, unlimited, from_host=True)
+    assert state.swap is not None
+    slots, swap, page_size, num_pages = state.slots, state.swap, state.pool.page_size, state.refcount.shape[0]
+    came = slots.occupied & ~before.slots.occupied
+    stored = jnp.where(came, swap.computed[slots.request], 0)
+    found = slots.num_pages
+    need = jnp.maximum(-(-stored // page_size) - found, 0)
+    most = min(state.pool.num_pages, max(slots.page_table.shape[1], LOOKUP_PAGES) + slots.num_slots)
+    pages = next_to_take(state.prefixes, state.refcount, state.counters.steps, slots.page_table.shape[1], most)
+    refcount, page_table, held = take(
+        state.refcount, slots.page_table, found, jnp.where(came, need, 0), pages
+    )  # fmt: skip
+    taken = (refcount > 0) & (state.refcount == 0)
+
+    runs = spread(-(-stored // (page_size * CHUNK_PAGES)), _most_chunks(state, swap))
+    slot = runs.owner
+    chunk = jnp.where(runs.used, swap.table[slots.request[slot], runs.number], swap.num_chunks)
+    columns, into = _columns(page_table, slot, runs.number)
+    wanted = runs.used[:, None] & (columns >= found[slot][:, None]) & (columns < held[slot][:, None])
+
+    row = jnp.where(came, slots.request, state.requests.num_rows)
+    rows = jnp.zeros(state.requests.num_rows, bool).at[row].set(True, mode="drop")
+    notes = replace(
+        swap.notes,
+        restored=jnp.sum(came, dtype=jnp.int32),
+        placed=placed(before.slots.page_table, page_table, swap.notes.placed.most),
+    )
+    state = replace(
+        state,
+        refcount=refcount,
+        prefixes=forget(state.prefixes, taken),
+        slots=replace(
+            slots,
+            computed=jnp.where(came, jnp.maximum(slots.computed, stored), slots.computed),
+            num_pages=held,
+            page_table=page_table,
+        ),
+        swap=replace(swap.without(rows), notes=notes),
+    )
+    chunk = jnp.where(jnp.any(wanted, axis=1), chunk, swap.num_chunks)
+    return state, Moves(out_chunk, out_pages, chunk, jnp.where(wanted, into, num_pages))
+
+
+def _most_chunks(state: EngineState, swap: Swap) -> int:
+    """L, the most that move one way."""
+    return min(swap.num_chunks, state.slots.num_slots * swap.table.shape[1])
+
+
+def _columns(page_table: jax.Array, slot: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The columns `[L, CHUNK_PAGES]` of chunk `number` `[L]` of a table, and the pages there in those of `slot` `[L]`;
+    past the table's end, what is in its last column."""
+    columns = number[:, None] * CHUNK_PAGES + jnp.arange(CHUNK_PAGES, dtype=jnp.int32)
+    return columns, page_table[slot[:, None], jnp.minimum(columns, page_table.shape[1] - 1)]
