@@ -117,7 +117,7 @@ class EngineConfig:
             return
         if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not cost >= 0:
             raise ValueError(f"swap_page_cost must be a number of at least 0 or None, got {cost!r}")
-        if self.preemption == "recompute" or (self.preemption == "swap" and cost > 0):
+        if self.preemption != "auto":
             raise ValueError(f"swap_page_cost={cost} is of use with preemption='auto' only; it is {self.preemption!r}")
 
     def _check(self, name: str, least: int, *, optional: bool):

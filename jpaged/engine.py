@@ -143,7 +143,11 @@ class Engine:
         #: What the engine was told and what its steps decided, where `config.trace` asks for it.
         self.trace = Trace(self.config, self._shape) if config.trace else None
         self._reset()
-        self._host_pool = self._make_host_pool()
+        self._host_pool: HostPool | None = None
+        if self._state.swap is not None:
+            start = time.perf_counter()
+            self._host_pool = HostPool(self._state.pool, self._state.swap.num_chunks)
+            self.compile_seconds += time.perf_counter() - start
         self.history: deque[StepStats] = deque(maxlen=_HISTORY)
         self._totals = dict.fromkeys(
             ("steps", "useful", "wasted", "preemptions", "swaps", "prefix_queries", "prefix_hits"), 0
@@ -188,8 +192,8 @@ class Engine:
         space = config.swap_space_bytes
         if space is None:
             space = max(CHUNK_PAGES * page_bytes, min(config.num_pages * page_bytes, _MOST_SWAP_BYTES))
-        cost = 0.0 if config.preemption == "swap" else config.swap_page_cost
-        if cost is None:
+        cost = config.swap_page_cost
+        if config.preemption == "auto" and cost is None:
             machine = costs.machine_of(jax.devices()[0])
             model = costs.CostModel.of(self.model_config, config.dtype, machine)
             cost = 2 * model.move_page(config.page_size) / model.recompute_token()
@@ -199,14 +203,6 @@ class Engine:
                 machine.name, config.page_size, cost,
             )  # fmt: skip
         return replace(config, swap_space_bytes=space, swap_page_cost=cost)
-
-    def _make_host_pool(self) -> HostPool | None:
-        if self._state.swap is None:
-            return None
-        start = time.perf_counter()
-        pool = HostPool(self._state.pool, self._state.swap.num_chunks)
-        self.compile_seconds += time.perf_counter() - start
-        return pool
 
     def _pool_bytes(self, config: EngineConfig, longest: int) -> int:
         """Bytes for the pool when the caller named no size: from the GPU's memory, or the stated CPU default."""

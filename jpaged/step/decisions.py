@@ -57,13 +57,15 @@ class Decisions:
     findable: jax.Array  # [ceil(P / 8)] uint8, a bit for each page: whether others can find what it holds now
 
     @classmethod
-    def empty(cls, *, slots: int, columns: int, num_pages: int, page_size: int, most_tokens: int) -> Decisions:
+    def empty(
+        cls, *, slots: int, columns: int, num_pages: int, page_size: int, most_tokens: int, most_restored: int
+    ) -> Decisions:
         """None yet, with room for those of steps of at most `most_tokens` tokens."""
         found = min(slots * columns, max(columns, LOOKUP_PAGES))
         begun = slots + most_tokens // page_size
         return cls(
-            preempted=jnp.zeros(slots, jnp.int32), kept=jnp.zeros(slots, jnp.int32), restored=Placed.empty(0),
-            found=Placed.empty(found), taken=Placed.empty(begun),
+            preempted=jnp.zeros(slots, jnp.int32), kept=jnp.zeros(slots, jnp.int32),
+            restored=Placed.empty(most_restored), found=Placed.empty(found), taken=Placed.empty(begun),
             shared=Placed.empty(min(slots * columns, found + begun)),
             findable=jnp.zeros(-(-(1 + num_pages) // 8), jnp.uint8),
         )  # fmt: skip

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.fork import adopt, heirs, heritage, parent_slots, ready
-from jpaged.step.order import queue_order, running_order, standing
+from jpaged.step.order import head_of_queue, running_order, standing
 from jpaged.step.pages import release
 from jpaged.step.schedule import grant, pages_needed, wanted
 from jpaged.step.state import EngineState, Status
@@ -78,18 +78,19 @@ def for_pages(state: EngineState, tokens: jax.Array) -> jax.Array:
 
 def for_the_head(state: EngineState, budget: int, *, from_host: bool = False) -> jax.Array:
     """Those `[S] bool` in whose place the head of the queue comes in, by the arithmetic of `admit`: as few as can be,
-    and nobody who does not stand behind it by the victim policy, whoever came first. Pages that it would find count as
-    its own, which is on the safe side. Only an exchange makes room for one that must come `from_host`."""
+    and nobody who does not stand behind it by the victim policy, whoever came first, and behind it in the queue: else
+    it would come in again, and nothing be won. Pages that the head would find count as its own, which is on the safe
+    side. Only an exchange makes room for one that must come `from_host`."""
     slots, requests = state.slots, state.requests
     order = running_order(state)
     occupied = slots.occupied[order]
-    head, rank = queue_order(state)[0], standing(state)
-    behind = occupied & (rank[slots.request[order]] > rank[head]) & ready(state)[head]
+    (head, waits_behind), rank = head_of_queue(state), standing(state)
+    row = slots.request[order]
+    comes = ready(state)[head]
     if state.swap is not None and not from_host:
-        behind &= state.swap.computed[head] == 0
-    # Its parent, if that is why it is ready, has to stay, and those before it.
-    parent = order == parent_slots(state)[head]
-    behind &= (jnp.cumsum(parent) > 0) & ~parent | ~jnp.any(parent)
+        comes &= state.swap.computed[head] == 0
+    # Its parent, if that is why it is ready, has to stay.
+    stands = (rank[row] <= rank[head]) | ~waits_behind[row] | (order == parent_slots(state)[head])
 
     want = wanted(state)
     tokens = jnp.cumsum(want[order], dtype=jnp.int32)
@@ -106,7 +107,7 @@ def for_the_head(state: EngineState, budget: int, *, from_host: bool = False) ->
     nobody = comes_in(0, 0, 0, jnp.sum(state.refcount > 0, dtype=jnp.int32) - 1)
     fits = jnp.concatenate([nobody[None], comes_in(count, tokens, spoken_for, given_back)])
     running = jnp.sum(occupied, dtype=jnp.int32)
-    least = running - jnp.sum(behind, dtype=jnp.int32)
+    least = jnp.where(comes, jnp.max(jnp.where(occupied & stands, count, 0)), running)  # and those before who stands
     m = jnp.arange(slots.num_slots + 1, dtype=jnp.int32)
     stay = jnp.max(jnp.where(fits & (m >= least) & (m <= running), m, -1))
     gone = occupied & (stay >= 0) & (count > stay)

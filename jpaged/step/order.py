@@ -27,12 +27,23 @@ def running_rank(state: EngineState) -> jax.Array:
 
 def queue_order(state: EngineState) -> jax.Array:
     """Rows of requests `[R]` in the order in which they are admitted; those that are not `ready` last."""
+    return _order(_queue_numbers(state), state.requests.arrival, ready(state))
+
+
+def head_of_queue(state: EngineState) -> tuple[jax.Array, jax.Array]:
+    """The first in `queue_order`, a row `[]`; and whether each request `[R] bool`, if it waited, would be behind it."""
+    numbers, arrival = _queue_numbers(state), state.requests.arrival
+    head = _order(numbers, arrival, ready(state))[0]
+    same = (numbers == numbers[head]) & (arrival > arrival[head])
+    return head, (numbers > numbers[head]) | same
+
+
+def _queue_numbers(state: EngineState) -> jax.Array:
     requests = state.requests
     found = cached_tokens(
         state.prefixes, requests.prefix_hash, requests.namespace, requests.known, state.pool.page_size
     )  # left out of the program where no policy looks at it
-    numbers = _numbers(state.admission, Waiting(**_constants(state), known=requests.known, cached_tokens=found))
-    return _order(numbers, requests.arrival, ready(state))
+    return _numbers(state.admission, Waiting(**_constants(state), known=requests.known, cached_tokens=found))
 
 
 def standing(state: EngineState) -> jax.Array:

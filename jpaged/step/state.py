@@ -239,16 +239,16 @@ def make_state(
         prefix_hash=jnp.zeros((rows, pages, 2), jnp.uint32), cached_tokens=row_ints, preempted=jnp.zeros(rows, bool),
         held=jnp.zeros(rows, bool), parent=jnp.full(rows, NO_ROW, jnp.int32),
     )  # fmt: skip
-    decisions = None
-    if config.trace:
-        decisions = Decisions.empty(
-            slots=slots, columns=pages, num_pages=config.num_pages, page_size=config.page_size,
-            most_tokens=config.max_num_batched_tokens,
-        )  # fmt: skip
     pool = KVPool.zeros(
         layers=layers, num_pages=config.num_pages, kv_heads=kv_heads, page_size=config.page_size, head_dim=head_dim,
         dtype=dtype,
     )  # fmt: skip
+    swap, decisions = _make_swap(config, CHUNK_PAGES * pool.page_bytes), None
+    if config.trace:
+        decisions = Decisions.empty(
+            slots=slots, columns=pages, num_pages=config.num_pages, page_size=config.page_size,
+            most_tokens=config.max_num_batched_tokens, most_restored=0 if swap is None else swap.notes.placed.most,
+        )  # fmt: skip
     state = EngineState(
         pool=pool,
         refcount=jnp.zeros(1 + config.num_pages, jnp.int32).at[SCRATCH_PAGE].set(1),
@@ -264,7 +264,7 @@ def make_state(
             prefix_queries=count, prefix_hits=count,
         ),
         record=StepRecord.zeros(slots, decisions),
-        swap=_make_swap(config, CHUNK_PAGES * pool.page_bytes),
+        swap=swap,
         admission=config.admission,
         victim=config.victim,
     )  # fmt: skip
@@ -275,9 +275,10 @@ def make_state(
 def _make_swap(config: EngineConfig, chunk_bytes: int) -> Swap | None:
     if config.preemption == "recompute":
         return None
-    if config.swap_space_bytes is None or config.swap_page_cost is None:
+    cost = 0.0 if config.preemption == "swap" else config.swap_page_cost
+    if config.swap_space_bytes is None or cost is None:
         raise ValueError(
-            f"preemption={config.preemption!r} needs swap_space_bytes and swap_page_cost, got "
+            f"preemption={config.preemption!r} needs swap_space_bytes, and 'auto' swap_page_cost, got "
             f"{config.swap_space_bytes} and {config.swap_page_cost}"
         )
     slots, rows, columns = config.max_num_seqs, config.max_num_seqs + config.max_queue, config.max_pages_per_seq
@@ -289,7 +290,7 @@ def _make_swap(config: EngineConfig, chunk_bytes: int) -> Swap | None:
         )
     most_placed = min(slots * columns, 2 * max(columns, LOOKUP_PAGES) + slots) if config.trace else 0
     return Swap.empty(
-        chunks=chunks, rows=rows, columns=columns, slots=slots, page_cost=config.swap_page_cost,
+        chunks=chunks, rows=rows, columns=columns, slots=slots, page_cost=cost,
         most_placed=most_placed,
     )  # fmt: skip
 

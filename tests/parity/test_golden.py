@@ -120,19 +120,22 @@ def test_in_reverse_with_pages_of_one_token_and_a_budget_of_16(model):
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_preemption_and_bursts(model, n, share):
-    """The pool holds hardly more than the longest request: requests are thrown out and start again, forks as well."""
+def test_preemption_and_bursts(model, n, preemption, share):
+    """The pool holds hardly more than the longest request: requests are thrown out and start again, forks as well, or
+    wait on the host."""
     cases = CASES if n == 1 else [c for c in CASES if len(c["prompt_token_ids"]) < 100][:6]
     longest = max(len(c["prompt_token_ids"]) + c["max_tokens"] for c in cases)
     config = replace(
         CONFIG, num_pages=-(-longest // 16) + 4, max_model_len=longest, max_num_batched_tokens=64,
-        token_budgets=(16, 64), steps_per_burst=3, enable_prefix_caching=share,
+        token_budgets=(16, 64), steps_per_burst=3, enable_prefix_caching=share, preemption=preemption,
     )  # fmt: skip
     engine = Engine(*model, config)
     assert_golden(run(engine, requests_of(cases, n)), cases)
-    assert engine.stats().preemptions > 0
-    assert engine.stats().in_use_pages == 0
+    stats = engine.stats()
+    assert stats.preemptions > 0 and stats.in_use_pages == 0
+    assert (stats.swaps > 0) == (preemption == "swap")
 
 
 def test_three_continuations_of_each_prompt(model):

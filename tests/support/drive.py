@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,8 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
+from jpaged.host_pool import HostPool
 from jpaged.pool import Decoder
-from jpaged.step import EngineState, Finish, Submission, abort, fork, make_state, run, step, submit, violations
+from jpaged.step import (
+    EngineState,
+    Finish,
+    Moves,
+    Submission,
+    abort,
+    exchange,
+    fork,
+    make_state,
+    run,
+    step,
+    submit,
+    violations,
+)
 from support.stubs import STUB_SHAPE
 
 
@@ -81,6 +95,7 @@ def compiled(decoder: Decoder, budget: int, steps: int | None = None, candidates
 jit_submit = jax.jit(submit, donate_argnums=0)
 jit_abort = jax.jit(abort, donate_argnums=0)
 jit_fork = jax.jit(fork, donate_argnums=0)
+jit_exchange = jax.jit(exchange, donate_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 
 
 class Driver:
@@ -91,6 +106,7 @@ class Driver:
         self.state: EngineState = make_state(config, **(shape or STUB_SHAPE))
         self.got: dict[int, Got] = {}
         self.steps = 0
+        self.host_pool: HostPool | None = None
 
     def submit(self, *asks: Ask) -> None:
         self.got |= {ask.uid: Got() for ask in asks}
@@ -105,6 +121,16 @@ class Driver:
 
     def abort(self, *uids: int) -> None:
         self.state = jit_abort(self.state, jnp.array(uids, jnp.int32))
+
+    def exchange(self, ahead: int = 1) -> Moves:
+        """With the host, for a state that has a pool there."""
+        if self.host_pool is None:
+            assert self.state.swap is not None
+            self.host_pool = HostPool(self.state.pool, self.state.swap.num_chunks)
+        self.state, moves = jit_exchange(self.state, ahead)
+        moves = jax.device_get(moves)
+        self.state = replace(self.state, pool=self.host_pool.move(self.state.pool, moves))
+        return moves
 
     def step(self, budget: int | None = None):
         """One step; returns its record as numpy arrays."""

@@ -182,7 +182,10 @@ class OracleEngine:
 
     def waiting(self) -> list[OracleRequest]:
         queue = [r for r in self.rows if r and r.status == Status.WAITING and self.ready(r)]
-        return sorted(queue, key=lambda r: (POLICIES[self.config.admission](self, r), r.arrival))
+        return sorted(queue, key=self.queues)
+
+    def queues(self, request: OracleRequest) -> tuple[float, int]:
+        return POLICIES[self.config.admission](self, request), request.arrival
 
     def slot_of(self, request: OracleRequest | None) -> OracleSlot | None:
         return next((slot for slot in self.slots if slot and slot.request is request), None)
@@ -490,6 +493,9 @@ class OracleEngine:
             if any(slot.request is queue[0].parent for slot in running[stay:]):
                 break
             if any(self.stands(slot.request) <= self.stands(queue[0]) for slot in running[stay:]):
+                break
+            if any(self.queues(slot.request) < self.queues(queue[0]) for slot in running[stay:]):
+                self.seen["would come in again"] += 1
                 break
             tokens = sum(slot.want for slot in running[:stay])
             pages = sum(self.new_pages(slot, slot.want) for slot in running[:stay])

@@ -15,10 +15,10 @@ from support.stubs import HistoryDecoder
 VOCAB = 32
 READER = HistoryDecoder(VOCAB)
 MODEL = replace(STUB_MODEL, vocab_size=VOCAB, eos_token_ids=(31,))
-#: Pages for hardly more than one of the longest, and bursts of one step and of several.
+#: Pages for hardly more than one of the longest, room for some more on the host, and bursts of one step and of several.
 TIGHT = EngineConfig(
     page_size=4, num_pages=10, max_num_seqs=4, max_num_batched_tokens=16, token_budgets=(4, 16), max_queue=3,
-    max_model_len=32, steps_per_burst=3, dtype="float32", trace=True,
+    max_model_len=32, steps_per_burst=3, dtype="float32", trace=True, preemption="swap", swap_space_bytes=1024,
 )  # fmt: skip
 
 

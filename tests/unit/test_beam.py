@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.beams import exhaustive, log_softmax
-from support.drive import Ask, compiled, jit_submit, submission
+from support.drive import Ask, Driver, compiled, jit_submit, submission
 from support.stubs import STUB_SHAPE, HistoryDecoder
 
 from jpaged.beam import Beam, BeamSearch, Candidates
@@ -116,7 +116,10 @@ def test_beams_read_what_they_are(share, page_size):
     total = -(-longest // page_size)
     num_pages = total + (BEAMS - 1) * (total - len(prompt) // page_size) + BEAMS  # as `LLM.beam_search` asks for
     config = replace(CONFIG, num_pages=num_pages, page_size=page_size, enable_prefix_caching=share)
-    state, rng = make_state(config, **STUB_SHAPE), np.random.default_rng(page_size)
+    if share:  # those who are sent away go to the host, and become others while they are there
+        config = replace(config, preemption="swap", swap_space_bytes=1 << 20)
+    driver = Driver(config, READER)
+    state, rng, swaps = driver.state, np.random.default_rng(page_size), 0
     known = dict.fromkeys(range(1, 1 + BEAMS), prompt)
     state = jit_submit(state, submission(config, beams_of(prompt, 36)))
     offered: dict[int, list[int]] = {}
@@ -125,7 +128,13 @@ def test_beams_read_what_they_are(share, page_size):
         if number % 8 == 3 and number < 60:
             urgent = [Ask(100 + 4 * number + i, rng.integers(0, 9, 9).tolist(), 16, priority=-1) for i in range(4)]
             state = jit_submit(state, submission(config, urgent))
+        if share:
+            driver.state = state
+            driver.exchange()
+            state = driver.state
+            assert violations(state) == []
         state = compiled(READER, int(rng.choice([4, 16])), candidates=3)(None, state)
+        swaps += int(state.record.to_host.sum())
         assert violations(state) == []
         for uid, candidates in offers_of(state).items():
             following = READER.following(known[uid])
@@ -148,6 +157,7 @@ def test_beams_read_what_they_are(share, page_size):
         copied += bool((np.asarray(state.slots.page_table) != before).any())
         rounds, offered = rounds + 1, {}
     assert rounds == longest - len(prompt) and copied > 10
+    assert (swaps > 0) == share
     assert int(state.counters.preemptions) > 3
 
 

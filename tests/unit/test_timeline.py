@@ -22,17 +22,21 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def add_step(trace: Trace, *slots: tuple[int, int, bool, Finish], preempted: tuple[int, ...] = ()) -> None:
+def add_step(
+    trace: Trace, *slots: tuple[int, int, bool, Finish], preempted: tuple[int, ...] = (), swapped: tuple[int, ...] = ()
+) -> None:
     """A step in which each slot has (uid, tokens computed, whether one was sampled, how it ended)."""
     size = trace.config.max_num_seqs
     slots = (*slots, *[(0, 0, False, Finish.NOT)] * (size - len(slots)))
     uid, scheduled, sampled, finish = (np.array(column)[None] for column in zip(*slots, strict=True))
     none = Placed(*[np.zeros((1, 1), np.int32)] * 3, count=np.zeros(1, np.int32))
     victims = np.array([(*preempted, *[0] * (size - len(preempted)))], np.int32)
-    decisions = Decisions(victims, 0 * victims, none, none, none, np.zeros((1, 2), np.uint8))
+    left = np.array([(*swapped, *[0] * (size - len(swapped)))], np.int32)
+    decisions = Decisions(victims, 0 * victims, none, none, none, none, np.zeros((1, 2), np.uint8))
     zeros = StepRecord.zeros(size)
     scalars = {name: np.asarray(value)[None] for name, value in vars(zeros).items() if value is not None}
     step = {"uid": uid, "scheduled": scheduled, "sampled": sampled, "finish": finish, "decisions": decisions}
+    step |= {"left": left, "to_host": left > 0}
     trace.add_burst(4, StepRecord(**scalars | step))
 
 
@@ -63,6 +67,20 @@ def test_what_each_request_does_in_each_step():
     submitted, or after it has ended, was given up, or was lost with the state."""
     lines = ["ppd    ", "pdxphd ", "....p  ", "  .... "]
     assert activities(small()).tolist() == [[LETTERS[letter] for letter in line] for line in lines]
+
+
+def test_who_waits_on_the_host_is_swapped_and_decodes_when_it_is_back():
+    """Catches: a request whose pages are there drawn as one that has lost them, or as one that computes its prompt."""
+    trace, on = trace_of(2), Finish.NOT
+    add_step(trace, (1, 5, True, on), (2, 4, True, on))
+    add_step(trace, (1, 1, True, on), swapped=(0, 2))
+    add_step(trace, (1, 1, True, Finish.STOP))
+    add_step(trace, (2, 1, True, on))
+    add_step(trace, preempted=(2,))
+    letters = LETTERS | {"s": Activity.SWAPPED}
+    assert activities(trace).tolist() == [[letters[letter] for letter in line] for line in ("pdd  ", "pssdx")]
+    legend = [text.get_text() for text in plot_timeline(trace).axes[0].get_legend().get_texts()]
+    assert legend == ["decode", "prefill", "preempted", "swapped"]
 
 
 def test_a_line_for_each_request_and_a_column_for_each_step(tmp_path):
