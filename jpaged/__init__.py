@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
     from jpaged.engine import Engine
-    from jpaged.llm import LLM, StreamEvent
+    from jpaged.llm import LLM
+    from jpaged.outputs import StreamEvent
     from jpaged.request import (
         BeamSearchOutput,
         BeamSearchParams,
@@ -37,7 +38,7 @@ _HOME = {
     "Engine": "engine",
     "EngineStats": "stats",
     "LLM": "llm",
-    "StreamEvent": "llm",
+    "StreamEvent": "outputs",
     "BeamSearchOutput": "request",
     "BeamSearchParams": "request",
     "BeamSearchSequence": "request",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from jpaged.policy import Policy, by_priority
+from jpaged.policy import Policy, by_priority, name_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -152,9 +152,9 @@ class EngineConfig:
         return -(-self.max_model_len // self.page_size)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, in values that JSON has: policies by their names."""
+        """The fields, in values that JSON has: policies by their full names."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: getattr(v, "__name__", repr(v)) if callable(v) else v for name, v in values.items()}
+        return {name: name_of(value) if callable(value) else value for name, value in values.items()}
 
     def __repr__(self) -> str:
         values = ((f.name, getattr(self, f.name)) for f in fields(self))

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged import costs, saving, sizing
+from jpaged import costs, programs, saving, sizing
 from jpaged.config import EngineConfig
 from jpaged.host_pool import HostPool
 from jpaged.models.config import ModelConfig
@@ -34,18 +34,9 @@ from jpaged.step import (
     NO_UID,
     EngineState,
     Finish,
-    Moves,
     Status,
     Submission,
-    abort,
-    advance,
-    demand,
-    evict,
-    exchange,
-    fork,
     make_state,
-    run,
-    submit,
 )
 from jpaged.submission import Namespaces, branch, check_request, fill_row
 from jpaged.trace import Abort, Fork, Input, ReplaceParams, ResetPrefixCache, Restart, Submit, Trace, TracedRequest
@@ -66,40 +57,6 @@ FINISH_REASONS = {
     Finish.LENGTH: FinishReason.LENGTH,
     Finish.ERROR: FinishReason.ERROR,
 }
-
-# Jitted once, here, so that a second engine of the same sizes finds the programs of the first.
-_run = jax.jit(run, static_argnums=0, static_argnames=("budget", "steps", "candidates"), donate_argnums=2)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _submit(state: EngineState, batch: Submission) -> tuple[EngineState, jax.Array]:
-    state = submit(state, batch)
-    return state, demand(state)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _abort(state: EngineState, uids: jax.Array) -> tuple[EngineState, jax.Array]:
-    state = evict(abort(state, uids))
-    return state, demand(state)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _fork(state: EngineState, branch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[EngineState, jax.Array]:
-    state = fork(state, *branch)
-    return state, demand(state)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _advance(state: EngineState, beams: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[EngineState, jax.Array]:
-    state = advance(state, *beams)
-    return state, demand(state)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _exchange(state: EngineState, ahead: jax.Array) -> tuple[EngineState, tuple[jax.Array, Moves]]:
-    state, moves = exchange(state, ahead)
-    return state, (demand(state), moves)
-
 
 @dataclass
 class _Held:
@@ -249,7 +206,7 @@ class Engine:
     def _lower(self, config: EngineConfig, budget: int, candidates: int = 0) -> Any:
         state = jax.eval_shape(partial(self._make_state, config))
         steps = self._steps(config, budget)
-        return _run.lower(
+        return programs.burst.lower(
             self._decoder, self._params, state, budget=budget, steps=steps, candidates=candidates
         )  # fmt: skip
 
@@ -366,10 +323,10 @@ class Engine:
         beams = np.full((3, size), NO_UID, np.int32)
         for index, (source, token) in enumerate(moves):
             beams[:, index] = uids[index], uids[source], token
-        self._state, self._demand = self._helper(_advance, tuple(beams))
+        self._state, self._demand = self._helper(programs.move_on, tuple(beams))
 
     def _branch(self, uid: int, new_uid: int, seed: int) -> None:
-        self._state, self._demand = self._helper(_fork, branch(uid, new_uid, seed))
+        self._state, self._demand = self._helper(programs.branch, branch(uid, new_uid, seed))
 
     def _hold(self, request: Request, uids: Sequence[int], indices: Sequence[int] | None = None) -> None:
         """Continuation `indices[i]` of `request`, or number i, has the uid `uids[i]`."""
@@ -415,12 +372,12 @@ class Engine:
         if self._host_pool is None:
             return
         ahead = np.int32(self.config.steps_per_burst or 1)
-        self._state, (self._demand, moves) = self._helper(_exchange, ahead)
+        self._state, (self._demand, moves) = self._helper(programs.make_room, ahead)
         pool = self._host_pool.move(self._state.pool, jax.device_get(moves))
         self._state = replace(self._state, pool=pool)
 
     def _put(self, batch: Submission) -> None:
-        self._state, self._demand = self._helper(_submit, batch)
+        self._state, self._demand = self._helper(programs.put, batch)
 
     # -- bursts
 
@@ -552,7 +509,7 @@ class Engine:
     def _drop(self, uids: Sequence[int]) -> None:
         named = np.full(self.config.max_num_seqs + self.config.max_queue, NO_UID, np.int32)
         named[: len(uids)] = uids
-        self._state, self._demand = self._helper(_abort, named)
+        self._state, self._demand = self._helper(programs.drop, named)
 
     def abort_all(self) -> None:
         """Gives everything up. Also what makes an engine whose burst failed usable again."""

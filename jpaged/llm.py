@@ -17,22 +17,18 @@ import jax
 import jax.numpy as jnp
 from tqdm import TqdmWarning
 
-from jpaged.beam import Beam, BeamSearch, Candidates
+from jpaged.beam import BeamSearch
 from jpaged.config import EngineConfig
 from jpaged.engine import Engine
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import load_decoder
 from jpaged.models.loading import load_checkpoint, resolve
+from jpaged.outputs import Beams, Output, StreamEvent
 from jpaged.replay import replay
 from jpaged.request import (
     BeamSearchOutput,
     BeamSearchParams,
-    BeamSearchSequence,
-    CompletionOutput,
-    FinishReason,
-    Logprob,
     Request,
-    RequestMetrics,
     RequestOutput,
     SamplingParams,
 )
@@ -40,7 +36,7 @@ from jpaged.saving import Saved, to_json
 from jpaged.stats import EngineStats, TokenEvent
 from jpaged.step import EngineState
 from jpaged.submission import stop_ids
-from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
+from jpaged.tokenizer import Tokenizer
 from jpaged.trace import Trace
 
 with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain bar
@@ -54,18 +50,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """A piece of one continuation of a prompt: what came since its last event."""
-
-    index: int  # of the prompt in the call
-    delta_text: str
-    delta_token_ids: tuple[int, ...]
-    finished: bool  # whether this continuation has ended; `output.finished`: all of the prompt's
-    output: RequestOutput  # all of it so far
-    continuation: int = 0  # its index in `output.outputs`
 
 
 @dataclass(frozen=True)
@@ -129,7 +113,7 @@ class LLM:
         self._lock = threading.Lock()
         self._beam_lock = threading.Lock()  # held for a whole call
         # Of each request whose output is not taken yet, where its events go and what turns them into text.
-        self._routes: dict[str, tuple[deque[Any], _Output | _Beams]] = {}
+        self._routes: dict[str, tuple[deque[Any], Output | Beams]] = {}
         self._abandoned: deque[str] = deque()
         # Requests that `resume` finishes, and what has arrived of them.
         self._left: tuple[list[Request], deque[StreamEvent]] = [], deque()
@@ -230,7 +214,7 @@ class LLM:
                             request, pages = waiting.popleft()
                             open_[request.request_id] = pages
                             self.engine.submit(request)
-                            search = _Beams(params, request, self.tokenizer, self.engine)
+                            search = Beams(params, request, self.tokenizer, self.engine)
                             self._routes[request.request_id] = arrived, search
                         self._burst(open_.keys())
                     while arrived:
@@ -372,7 +356,7 @@ class LLM:
                 with self._lock:
                     for number, request in enumerate(requests):
                         self.engine.submit(request)
-                        self._routes[request.request_id] = arrived, _Output(number, request, self.tokenizer)
+                        self._routes[request.request_id] = arrived, Output(number, request, self.tokenizer)
             while open_:
                 with self._lock:
                     if not arrived:
@@ -442,7 +426,7 @@ class LLM:
         with self._lock:
             self._drop_abandoned()
             # The engine refuses where a beam search is under way.
-            routes = {name: output for name, (_, output) in list(self._routes.items()) if isinstance(output, _Output)}
+            routes = {name: output for name, (_, output) in list(self._routes.items()) if isinstance(output, Output)}
             ended = [one for one in routes.values() if one.finished]
             path = Path(self.model).expanduser()
             own = _LLMState(
@@ -477,8 +461,8 @@ class LLM:
             model: where the model is now, if it is not where it was. Its weights must be the same.
             tokenizer, chat_template: as for `LLM`; give those that were given to the LLM that was saved.
             changes: fields of EngineConfig that may be others now: `num_pages` or `pool_bytes`, `admission`, `victim`,
-                `max_num_batched_tokens`, `token_budgets`, `steps_per_burst`, `gpu_memory_utilization`. A policy that is
-                not one of `jpaged.policy` must be given.
+                `max_num_batched_tokens`, `token_budgets`, `steps_per_burst`, `gpu_memory_utilization`, `preemption` and
+                what belongs to it. A policy that is not one of `jpaged.policy` must be given.
 
         Raises:
             ValueError: the directory is not whole or of another version, the model, its weights or the tokenizer are
@@ -518,7 +502,7 @@ class LLM:
         # Last those that were submitted to the engine itself.
         for number, name in enumerate(dict.fromkeys((*own.order, *held))):
             request, events = held[name]
-            output = _Output(number, request, self.tokenizer)
+            output = Output(number, request, self.tokenizer)
             pieces = output.add(events)
             self._routes[name] = arrived, output
             requests.append(request)
@@ -647,130 +631,6 @@ class LLM:
             f"LLM({self.model!r}, {model.num_parameters / 1e6:.0f}M parameters, {config.dtype}, "
             f"{config.num_pages} pages of {config.page_size} tokens, {config.max_num_seqs} slots, "
             f"max_model_len={config.max_model_len})"
-        )
-
-
-class _Output:
-    """One request's output as it grows."""
-
-    def __init__(self, number: int, request: Request, tokenizer: Tokenizer):
-        self.number = number
-        self.request = request
-        self.events: list[TokenEvent] = []
-        self._continuations = [_Continuation(index, request, tokenizer) for index in range(request.params.n)]
-        self._metrics = RequestMetrics(arrival_s=time.monotonic())
-        self._cached_tokens = 0
-
-    @property
-    def finished(self) -> bool:
-        return all(continuation.completion.finished() for continuation in self._continuations)
-
-    def add(self, events: list[TokenEvent]) -> list[StreamEvent]:
-        """What is new, a piece of each continuation that got something."""
-        self.events.extend(events)
-        of_each: dict[int, list[TokenEvent]] = {}
-        for event in events:
-            of_each.setdefault(event.index, []).append(event)
-            if event.index == 0:  # the others begin with its pages
-                self._cached_tokens = event.num_cached_tokens
-            if event.token_id is not None and self._metrics.first_token_s is None:
-                self._metrics.first_token_s = time.monotonic()
-        return [self._piece(index, own) for index, own in of_each.items()]
-
-    def _piece(self, index: int, events: list[TokenEvent]) -> StreamEvent:
-        delta, ids = self._continuations[index].add(events)
-        outputs = [continuation.completion for continuation in self._continuations]
-        if self.finished:
-            self._metrics.finished_s = time.monotonic()
-        output = RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=list(self.request.prompt_token_ids),
-            outputs=outputs,
-            finished=self.finished,
-            metrics=self._metrics,
-            num_cached_tokens=self._cached_tokens,
-        )
-        return StreamEvent(self.number, delta, ids, outputs[index].finished(), output, index)
-
-
-class _Continuation:
-    """One continuation as it grows."""
-
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer):
-        self.completion = CompletionOutput(index, "", [], 0.0, [])
-        self._tokenizer = tokenizer
-        self._text = IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
-
-    def add(self, events: list[TokenEvent]) -> tuple[str, tuple[int, ...]]:
-        """The text and the ids that are new."""
-        completion, delta, ids = self.completion, "", []
-        for event in events:
-            completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
-            if event.token_id is None:
-                continue
-            ids.append(event.token_id)
-            # The token that stopped it is one of token_ids, not of the text.
-            if event.finish_reason != FinishReason.STOP:
-                delta += self._text.push([event.token_id])
-            decoded = self._tokenizer.decode([event.token_id], skip_special_tokens=False)
-            completion.logprobs.append({event.token_id: Logprob(event.logprob, decoded)})
-            completion.cumulative_logprob += event.logprob
-        if completion.finished():
-            delta += self._text.finish()
-        completion.text += delta
-        completion.token_ids.extend(ids)
-        return delta, tuple(ids)
-
-
-class _Beams:
-    """One request's beam search, and how its rounds go on in the engine."""
-
-    def __init__(self, params: BeamSearchParams, request: Request, tokenizer: Tokenizer, engine: Engine):
-        self._request, self._tokenizer, self._engine = request, tokenizer, engine
-        ends = stop_ids(request.params, engine.model_config)
-        room = engine.max_model_len - len(request.prompt_token_ids)
-        self._search = BeamSearch(params, ends, min(params.max_tokens, room))
-        self._awaited = params.beam_width  # all of them come in before the first round
-        self._offers: dict[int, Candidates] = {}
-
-    @property
-    def finished(self) -> bool:
-        return self._search.finished
-
-    def add(self, events: list[TokenEvent]) -> list[BeamSearchOutput]:
-        search = self._search
-        for event in events:
-            if event.candidates is not None:  # again, if it was preempted: the same
-                self._offers[event.index] = Candidates(*event.candidates)
-            elif event.finish_reason is not None and not self.finished:
-                search.end(event.finish_reason)
-        if not self.finished and len(self._offers) == self._awaited:
-            moves = search.advance([self._offers[index] for index in range(len(search.beams))])
-            self._awaited, self._offers = len(moves), {}
-            if moves:
-                self._engine.advance(self._request.request_id, moves)
-        if not self.finished:
-            return []
-        self._engine.abort([self._request.request_id])
-        request, penalty = self._request, search.params.length_penalty
-        sequences = [self._sequence(beam, beam.score(penalty)) for beam in search.best()]
-        return [BeamSearchOutput(request.request_id, request.prompt, list(request.prompt_token_ids), sequences)]
-
-    def _sequence(self, beam: Beam, score: float) -> BeamSearchSequence:
-        text = IncrementalDetokenizer(self._tokenizer, self._request.prompt_token_ids)
-        stopped = beam.finish_reason == FinishReason.STOP
-        # The token that stopped it is one of its tokens, not of the text.
-        words = text.push(list(beam.token_ids[: len(beam.token_ids) - stopped])) + text.finish()
-        last = beam.token_ids[-1] if beam.token_ids else None
-        return BeamSearchSequence(
-            tokens=[*self._request.prompt_token_ids, *beam.token_ids],
-            text=words,
-            logprobs=list(beam.logprobs),
-            cum_logprob=beam.cum_logprob,
-            score=score,
-            finish_reason=beam.finish_reason,
-            stop_reason=last if stopped and last in self._request.params.stop_token_ids else None,
         )
 
 

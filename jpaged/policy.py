@@ -64,3 +64,27 @@ def shortest_prompt_first(candidates: Candidates) -> jax.Array:
 def longest_prefix_hit_first(candidates: Waiting) -> jax.Array:
     """Who has the most tokens cached, before they are evicted. For admission."""
     return -candidates.cached_tokens
+
+
+def name_of(policy: Policy) -> str:
+    """Its full name, for files: a function of the same name elsewhere is another."""
+    name = getattr(policy, "__qualname__", None)
+    return repr(policy) if name is None else f"{policy.__module__}.{name}"
+
+
+def named(name: str) -> Policy:
+    """The policy of this module with the full name `name`.
+
+    Raises:
+        ValueError: it is not one of them; it cannot be found by its name.
+    """
+    module, _, function = name.rpartition(".")
+    if module != __name__ or function not in POLICIES:
+        raise ValueError(f"the policy {name} is not one of {__name__} ({', '.join(POLICIES)})")
+    return POLICIES[function]
+
+
+POLICIES: dict[str, Policy] = {
+    policy.__name__: policy
+    for policy in (by_priority, first_come_first_served, shortest_prompt_first, longest_prefix_hit_first)
+}

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged import programs
 from jpaged.host_pool import HostPool
 from jpaged.pool import Decoder
-from jpaged.step import NO_UID, EngineState, StepRecord, abort, evict, exchange, fork, make_state, run, submit
+from jpaged.step import NO_UID, EngineState, StepRecord, make_state
 from jpaged.submission import branch
 from jpaged.trace import (
     Abort,
@@ -26,13 +27,6 @@ from jpaged.trace import (
     record_difference,
     unstacked,
 )
-
-# As in `engine`, so that what it has compiled is found again.
-_run = jax.jit(run, static_argnums=0, static_argnames=("budget", "steps", "candidates"), donate_argnums=2)
-_submit = jax.jit(submit, donate_argnums=0)
-_fork = jax.jit(fork, donate_argnums=0)
-_exchange = jax.jit(exchange, donate_argnums=0)
-_leave = jax.jit(lambda state, uids: evict(abort(state, uids)), donate_argnums=0)
 
 
 def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None) -> EngineState:
@@ -67,21 +61,21 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
             break
         match told:
             case Submit():
-                state = _submit(state, told.padded(batch_size, config.max_model_len))
+                state, _ = programs.put(state, told.padded(batch_size, config.max_model_len))
             case Fork():
-                state = _fork(state, *branch(told.uid, told.new_uid, told.seed))
+                state, _ = programs.branch(state, branch(told.uid, told.new_uid, told.seed))
             case Abort(uids):
                 for first in range(0, len(uids), rows):
                     some = uids[first : first + rows]
                     named = np.full(rows, NO_UID, np.int32)
                     named[: len(some)] = some
-                    state = _leave(state, named)
+                    state, _ = programs.drop(state, named)
             case Burst(budget, steps):
                 if host_pool is not None:
-                    state, moves = _exchange(state, np.int32(config.steps_per_burst or 1))
+                    state, (_, moves) = programs.make_room(state, np.int32(config.steps_per_burst or 1))
                     state = replace(state, pool=host_pool.move(state.pool, jax.device_get(moves)))
                 steps = min(steps, left - done)
-                state, records, _ = _run(decoder, params, state, budget=budget, steps=steps)
+                state, records, _ = programs.burst(decoder, params, state, budget=budget, steps=steps)
                 _compare(trace, done, jax.device_get(records))
                 done += steps
             case ResetPrefixCache():

@@ -25,10 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged import policy as policies
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
-from jpaged.policy import Policy
+from jpaged.policy import Policy, named
 from jpaged.request import Request
 from jpaged.stats import TokenEvent
 from jpaged.step.prefix import token_hash
@@ -75,7 +74,7 @@ class HostState:
 class _EngineFile:
     """engine.json"""
 
-    config: dict[str, Any]  # as `EngineConfig.to_json`, with policies by full names
+    config: dict[str, Any]  # as `EngineConfig.to_json`
     model: dict[str, Any]  # a ModelConfig
     weights: dict[str, str]  # see `fingerprints`
     host: HostState
@@ -106,8 +105,7 @@ def save(
     """
     from checkpoints import orbax  # a second to import, for those who save
 
-    names = {name: _policy_name(getattr(config, name)) for name in _POLICIES}
-    engine = _EngineFile(config.to_json() | names, asdict(model), fingerprints(params), host)
+    engine = _EngineFile(config.to_json(), asdict(model), fingerprints(params), host)
     metadata = {"format": FORMAT, "version": VERSION, "jax": jax.__version__}
     return orbax.save(directory, arrays, metadata, {ENGINE_FILE: to_json(engine), **(files or {})})
 
@@ -201,18 +199,10 @@ class Saved:
                 )
 
     def _policy(self, field: str, name: str) -> Policy:
-        module, _, function = name.rpartition(".")
-        if module != policies.__name__ or not hasattr(policies, function):
-            raise ValueError(
-                f"{self.path} was saved with the policy {name} for {field}, which is not one of jpaged.policy: "
-                f"give it, or another, as {field}="
-            )
-        return getattr(policies, function)
-
-
-def _policy_name(policy: Policy) -> str:
-    name = getattr(policy, "__qualname__", None)
-    return repr(policy) if name is None else f"{policy.__module__}.{name}"
+        try:
+            return named(name)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}; give it, or another, as {field}=") from error
 
 
 # Weights

@@ -21,9 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged import policy
 from jpaged.config import EngineConfig
-from jpaged.policy import Policy
+from jpaged.policy import Policy, named
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.stats import StepStats
 from jpaged.step import Finish, StepRecord, Submission
@@ -324,13 +323,10 @@ class Trace:
             raise ValueError(f"{path} has format {about['format']}; this version of jpaged reads {FORMAT}")
         config = about["config"]
         for name, given in (("admission", admission), ("victim", victim)):
-            found = given or getattr(policy, config[name], None)
-            if not callable(found):
-                raise ValueError(
-                    f"{path} was made with a policy {config[name]!r}, which jpaged.policy does not have: "
-                    f"give it, load(path, {name}=...)"
-                )
-            config[name] = found
+            try:
+                config[name] = given or named(config[name])
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}; give it, load(path, {name}=...)") from error
         try:
             trace = cls(EngineConfig(**config), about["shape"], about["made_by"])
             trace.requests = {uid: TracedRequest(*values) for uid, *values in about["requests"]}

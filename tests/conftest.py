@@ -28,18 +28,38 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 #: XLA maps memory for every program that it compiles, Linux allows a process 65,530 maps, and LLVM ends the process
-#: where it gets none.
-_MOST_MAPS = 25_000
+#: where it gets none. After a module, and after a test of one that goes on.
+_MOST_MAPS, _MOST_MAPS_WITHIN = 25_000, 40_000
+
+
+def _give_programs_back(most: int) -> None:
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > most:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_given_back():
     """After a module, where many have been compiled."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and len(maps.read_text().splitlines()) > _MOST_MAPS:
-        jax.clear_caches()
-        gc.collect()
+    _give_programs_back(_MOST_MAPS)
+
+
+@pytest.fixture(autouse=True)
+def programs_are_given_back_within():
+    """After a test, where very many have been compiled."""
+    yield
+    _give_programs_back(_MOST_MAPS_WITHIN)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly(request):
+    """In folders where nothing takes time but compiling, LLVM's optimizations are left out; XLA's are not."""
+    quickly = request.path.parent.name in ("unit", "property")
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.fork import COPIES, parent_slots, ready
 from jpaged.step.order import queue_order
+from jpaged.step.pages import page_at
 from jpaged.step.schedule import pages_needed, wanted
 from jpaged.step.share import lookup, pin, shareable
 from jpaged.step.state import NO_ROW, EngineState, Status
@@ -83,11 +84,7 @@ def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[
         request=slots.request.at[slot].set(queue, mode="drop"),
         computed=slots.computed.at[slot].set(tail, mode="drop"),
     )
-    last = jnp.take_along_axis(
-        slots.page_table[jnp.minimum(parent, num_slots - 1)],
-        jnp.minimum(pages_asked, slots.page_table.shape[1] - 1)[:, None],
-        axis=1,
-    )[:, 0]
+    last = page_at(slots.page_table[jnp.minimum(parent, num_slots - 1)], pages_asked)
     source = jnp.full(num_slots, SCRATCH_PAGE, jnp.int32)
     source = source.at[slot].set(jnp.where(tail > 0, last, SCRATCH_PAGE), mode="drop")
     counted = enters & ~requests.preempted[queue] & ~forks

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.fork import slots_of
-from jpaged.step.pages import release
+from jpaged.step.pages import page_at, release
 from jpaged.step.prefix import forget, next_to_take, token_hash
 from jpaged.step.state import EngineState, rows_of
 
@@ -58,7 +58,7 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     settled = ~state.prefixes.enabled | (slots.entered[at] == full)
     shared = jnp.where(gets, jnp.where(settled | keeps, full, jnp.minimum(slots.entered[at], full)), 0)
     column = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32)
-    last = jnp.take_along_axis(slots.page_table[at], jnp.minimum(full, column.shape[0] - 1)[:, None], axis=1)[:, 0]
+    last = page_at(slots.page_table[at], full)
 
     # Tables of full pages and kept ones.
     kept_pages = shared + (keeps & (rest > 0)).astype(jnp.int32)

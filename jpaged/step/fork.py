@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.pages import page_at
 from jpaged.step.state import NO_ROW, EngineState, Requests, Status, rows_of
 
 #: Forks that come in with a copied page in one step at most: every step moves as many pages, if only the scratch page.
@@ -96,11 +97,8 @@ def copy_tails(state: EngineState, source: jax.Array, budget: int) -> EngineStat
     slot = jnp.nonzero(
         source != SCRATCH_PAGE, size=min(COPIES, budget, slots.num_slots), fill_value=slots.num_slots
     )[0]  # fmt: skip
-    column = slots.computed // state.pool.page_size
-    next_page = jnp.take_along_axis(slots.page_table, jnp.minimum(column, slots.page_table.shape[1] - 1)[:, None], 1)
-    source, target = (
-        pages.at[slot].get(mode="fill", fill_value=SCRATCH_PAGE) for pages in (source, next_page[:, 0])
-    )  # fmt: skip
+    next_page = page_at(slots.page_table, slots.computed // state.pool.page_size)
+    source, target = (pages.at[slot].get(mode="fill", fill_value=SCRATCH_PAGE) for pages in (source, next_page))
     return replace(state, pool=state.pool.copy(source, target))
 
 
@@ -125,7 +123,7 @@ def heritage(state: EngineState, heir: jax.Array) -> jax.Array:
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
     tokens = jnp.minimum(slots.computed, requests.known[jnp.minimum(heir, requests.num_rows - 1)] - 1)
     column, rest = jnp.divmod(tokens, page_size)
-    page = jnp.take_along_axis(slots.page_table, jnp.minimum(column, slots.page_table.shape[1] - 1)[:, None], 1)[:, 0]
+    page = page_at(slots.page_table, column)
     own = (state.refcount[page] == 1) & ~state.prefixes.findable[page]
     return jnp.where(own, tokens, tokens - rest)
 

@@ -8,6 +8,12 @@ import jax.numpy as jnp
 from jpaged.step.prefix import spread
 
 
+def page_at(page_table: jax.Array, column: jax.Array) -> jax.Array:
+    """The page `[N]` at `column` `[N]` of each table `[N, M]`; past the end the last one, which nobody should use."""
+    column = jnp.clip(column, 0, page_table.shape[1] - 1)
+    return jnp.take_along_axis(page_table, column[:, None], axis=1)[:, 0]
+
+
 def release(refcount: jax.Array, page_table: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
     """Reference counts `[P]` after the slots dropped the pages of the columns from `begin` `[S]` up to before `end`
     `[S]` of their tables."""

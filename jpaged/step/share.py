@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.order import running_rank
+from jpaged.step.pages import page_at
 from jpaged.step.prefix import LOOKUP_PAGES, WAYS, find, places, spread
 from jpaged.step.state import NO_ROW, EngineState, Finish, Requests, Status
 
@@ -119,9 +120,7 @@ def attach(state: EngineState) -> EngineState:
 
 def _page_before(state: EngineState, column: jax.Array) -> jax.Array:
     """The page `[S]` before that of `column` `[S]` in each table; SCRATCH_PAGE before the first."""
-    table = state.slots.page_table
-    page = jnp.take_along_axis(table, jnp.maximum(column - 1, 0)[:, None], axis=1)[:, 0]
-    return jnp.where(column > 0, page, SCRATCH_PAGE)
+    return jnp.where(column > 0, page_at(state.slots.page_table, column - 1), SCRATCH_PAGE)
 
 
 def waits(state: EngineState) -> jax.Array:

@@ -16,10 +16,10 @@ LAYERS = [
     {"jpaged", "jpaged.cli", "jpaged.demo"},  # the doors; `jpaged` itself only names things
     {"jpaged.bench", "jpaged.serve"},
     {"jpaged.llm", "jpaged.baseline"},
-    {"jpaged.viz", "jpaged.replay"},
+    {"jpaged.viz", "jpaged.replay", "jpaged.outputs"},
     {"jpaged.engine", "jpaged.tokenizer"},
     {"jpaged.beam", "jpaged.costs", "jpaged.submission", "jpaged.trace", "jpaged.snapshot", "jpaged.saving"},
-    {"jpaged.sizing", "jpaged.host_pool"},
+    {"jpaged.sizing", "jpaged.host_pool", "jpaged.programs"},
     {"jpaged.step"},
     {"jpaged.models"},
     {"jpaged.quant", "jpaged.parallel"},
