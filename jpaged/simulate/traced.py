@@ -1,105 +1,39 @@
-"""What the engine would do with many requests on a machine that is not here: its own step, with a decoder that computes
-nothing and a clock that moves by what the step would have cost.
+"""The traced part of a simulation: runs side by side, step by step.
 
-    from jpaged.simulate import simulate
-    from jpaged.traffic import Traffic
-
-    traffic = Traffic.random(100_000, seed=0, per_s=20)
-    simulate(traffic, config, costs=CostModel.of(model, "bfloat16", MACHINES["h200"]), loads=(0.5, 1, 2))
-
-All of it is traced, and runs with other policies, or with requests that come faster, run side by side under `vmap`:
-
-    once    let the clock jump to the next arrival, if nobody is there
-            put those who have arrived into free rows, in the order of the engine's queue on the host
-            step, and evict, as a burst of one step does
-            add the step's cost to the clock; note who got the first token and who ended
-
-What is scheduled is therefore what `Engine` schedules with bursts of one step, to the last page, if requests reach it
-at these times and steps take this long. That they do is the assumption.
+once    let the clock jump to the next arrival, if nobody is there
+        put those who have arrived into free rows, in the order of the engine's queue on the host
+        step, and evict, as a burst of one step does
+        add the step's cost to the clock; note who got the first token and who ended
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-from tqdm.auto import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.costs import CostModel
 from jpaged.models.nothing import NoModel
 from jpaged.policy import Policy
 from jpaged.pool import SCRATCH_PAGE, KVPool, StepBatch
-from jpaged.stats import Spread
+from jpaged.simulate.clock import Clock
+from jpaged.simulate.traffic import Traffic, tokens_of
 from jpaged.step import EngineState, Finish, Status, StepRecord, Submission, evict, make_state, step, submit
 from jpaged.step.prefix import spread
-from jpaged.traffic import Traffic, tokens_of
-from jpaged.viz.pages import COLOURS, LINE_STYLES, Picture
 
 #: Requests that are put into the state at once; what is left over follows before the step.
 _FED_AT_ONCE = 8
-#: Steps of one device call: after each the host looks who has ended.
-_STEPS = 256
-_MICROSECONDS = 1_000_000
 #: All runs of one program, as `vmap` names them.
 _RUNS = "runs"
 
 
-# Time
-
-
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Clock:
-    """Times as whole seconds and microseconds, so that adding is exact for as long as one likes."""
-
-    seconds: Any  # int32
-    microseconds: Any  # int32, in [0, 1,000,000)
-
-    @classmethod
-    def of(cls, seconds: np.ndarray) -> Clock:
-        """Times given as float64, to the nearest microsecond. Numpy arrays."""
-        whole, rest = np.divmod(np.rint(seconds * _MICROSECONDS).astype(np.int64), _MICROSECONDS)
-        return cls(whole.astype(np.int32), rest.astype(np.int32))
-
-    def to_float(self) -> np.ndarray:
-        """Seconds, as float64 on the host."""
-        return np.asarray(self.seconds) + np.asarray(self.microseconds) / _MICROSECONDS
-
-    def after(self, seconds: jax.Array) -> Clock:
-        """So many seconds later, float32, to the nearest microsecond."""
-        more = jnp.rint(seconds * _MICROSECONDS).astype(jnp.int32)
-        carry, rest = jnp.divmod(self.microseconds + more % _MICROSECONDS, _MICROSECONDS)
-        return Clock(self.seconds + more // _MICROSECONDS + carry, rest)
-
-    def reaches(self, other: Clock) -> jax.Array:
-        """Whether `other` is not later."""
-        same = self.seconds == other.seconds
-        return (self.seconds > other.seconds) | (same & (self.microseconds >= other.microseconds))
-
-    def where(self, condition: jax.Array, other: Clock) -> Clock:
-        """This where `condition` holds, else `other`."""
-        return jax.tree.map(partial(jnp.where, condition), self, other)
-
-    def noted(self, index: jax.Array, now: Clock) -> Clock:
-        """With `now` at the places `index`; those out of range are dropped."""
-        return jax.tree.map(lambda times, time: times.at[index].set(time, mode="drop"), self, now)
-
-
-# What is run
-
-
-@dataclass(frozen=True)
-class _Meter:
+class Meter:
     """A decoder that computes nothing and measures the batch. What it reads off it leaves in the scratch page, which
     is nobody's: keys that rows read, and pairs of a query and a key."""
 
@@ -119,7 +53,7 @@ class _Meter:
 
 
 @dataclass(frozen=True)
-class _Program:
+class Program:
     """What decides the traced program, beside shapes."""
 
     config: EngineConfig
@@ -129,7 +63,7 @@ class _Program:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """The traffic as arrays of the device. Classes are requests of one priority."""
 
     prompt_len: jax.Array  # [N] int32
@@ -142,7 +76,7 @@ class _Asked:
     size: jax.Array  # [K] int32
 
     @classmethod
-    def of(cls, traffic: Traffic) -> _Asked:
+    def of(cls, traffic: Traffic) -> Asked:
         _, first, size = np.unique(np.sort(traffic.priority), return_index=True, return_counts=True)
         arrays = [traffic.prompt_len, traffic.output_len, traffic.priority, traffic.group, traffic.shared_len]
         arrays += [np.argsort(traffic.priority, kind="stable"), first, size]
@@ -151,7 +85,7 @@ class _Asked:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """One run, between two steps."""
 
     state: EngineState
@@ -164,7 +98,7 @@ class _Run:
     most_pages: jax.Array  # [] int32, in use in any step
 
     @classmethod
-    def start(cls, config: EngineConfig, asked: _Asked) -> _Run:
+    def start(cls, config: EngineConfig, asked: Asked) -> Run:
         nothing = jnp.int32(0)
         never = jnp.full(asked.order.shape, -1, jnp.int32)
         return cls(
@@ -174,7 +108,7 @@ class _Run:
         )  # fmt: skip
 
 
-def _arrived(asked: _Asked, arrival: Clock, now: Clock) -> jax.Array:
+def _arrived(asked: Asked, arrival: Clock, now: Clock) -> jax.Array:
     """Requests `[K]` of each class that have arrived: a search in the order of their times."""
 
     def halve(i, found):
@@ -187,13 +121,13 @@ def _arrived(asked: _Asked, arrival: Clock, now: Clock) -> jax.Array:
     return jax.lax.fori_loop(0, bits, halve, jnp.zeros_like(asked.first))
 
 
-def _next_arrival(asked: _Asked, arrival: Clock, run: _Run) -> Clock:
+def _next_arrival(asked: Asked, arrival: Clock, run: Run) -> Clock:
     """When the first comes that the state has not been given; at the end, the last. All before it have been given."""
     index = jnp.minimum(jnp.sum(run.fed, dtype=jnp.int32), asked.order.shape[0] - 1)
     return jax.tree.map(lambda times: times[index], arrival)
 
 
-def _feed(asked: _Asked, arrival: Clock, run: _Run) -> _Run:
+def _feed(asked: Asked, arrival: Clock, run: Run) -> Run:
     """Gives the state those who have arrived, while there are free rows; as `Engine` does before each burst."""
     arrived = _arrived(asked, arrival, run.now)
     waiting = jnp.sum(arrived - run.fed, dtype=jnp.int32)
@@ -230,7 +164,7 @@ def _feed(asked: _Asked, arrival: Clock, run: _Run) -> _Run:
     return replace(run, state=state, fed=fed)
 
 
-def _once(program: _Program, asked: _Asked, arrival: Clock, number: jax.Array, run: _Run) -> tuple[_Run, StepRecord]:
+def _once(program: Program, asked: Asked, arrival: Clock, number: jax.Array, run: Run) -> tuple[Run, StepRecord]:
     config, requests = program.config, asked.order.shape[0]
     live = run.ended < requests
     nobody = jnp.all(run.state.requests.status == Status.FREE)
@@ -241,14 +175,14 @@ def _once(program: _Program, asked: _Asked, arrival: Clock, number: jax.Array, r
     # Policies are of the program and not of the data, so that of this run is put in for the step.
     admission, victim = (_chosen(policies, number) for policies in zip(*program.policies, strict=True))
     state = replace(run.state, admission=admission, victim=victim)
-    state = step(_Meter(), None, state, budget=config.max_num_batched_tokens)
+    state = step(Meter(), None, state, budget=config.max_num_batched_tokens)
     state = replace(state, admission=config.admission, victim=config.victim)
 
     record, known = state.record, state.requests.known[state.slots.request]
     tokens = jnp.sum(record.scheduled, dtype=jnp.int32)
     budgets = jnp.asarray(config.budgets, jnp.int32)
     padded = jnp.min(jnp.where(budgets >= tokens, budgets, config.max_num_batched_tokens))
-    taken = program.costs.step(padded.astype(jnp.float32), *_Meter.read(state.pool))
+    taken = program.costs.step(padded.astype(jnp.float32), *Meter.read(state.pool))
     now = run.now.after(taken).where(live, run.now)
 
     index = record.uid - 1
@@ -291,9 +225,9 @@ def _ordered(numbers: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("steps", "record"), donate_argnums=4)
-def _steps(
-    program: _Program, asked: _Asked, arrival: Clock, number: jax.Array, runs: _Run, *, steps: int, record: bool
-) -> tuple[_Run, StepRecord | None]:
+def many_steps(
+    program: Program, asked: Asked, arrival: Clock, number: jax.Array, runs: Run, *, steps: int, record: bool
+) -> tuple[Run, StepRecord | None]:
     """So many steps of V runs. `arrival` is `[V, N]`, `number` `[V]`; records are `[steps, V, ...]`."""
 
     def every(runs, _):

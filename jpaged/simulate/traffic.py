@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, Protocol
 
 import jax
@@ -34,7 +35,7 @@ class TimedRequest(Protocol):
 
 @dataclass(frozen=True)
 class Traffic:
-    """N requests in the order in which they arrive, as numpy arrays. What is given as a single value is every request's.
+    """N requests in the order in which they arrive, as numpy arrays. A single value is every request's.
 
     A prompt may share its beginning on several levels: its first `shared_len[i, 0]` tokens are those of the group
     `group[i, 0]`, those after them up to `shared_len[i, 1]` those of the group `group[i, 1]`, and so on.
@@ -84,7 +85,7 @@ class Traffic:
         array = np.asarray(given)
         if not (np.can_cast(array.dtype, kind, "same_kind") or (array.dtype.kind in "ui" and kind is np.int32)):
             raise ValueError(f"{name} must be numbers that fit in {kind.__name__}, got {array.dtype}")
-        fitted = array.astype(kind)
+        fitted: np.ndarray = array.astype(kind)
         if (fitted != array).any() and not np.isnan(fitted).any():
             raise ValueError(f"{name} must be numbers that fit in {kind.__name__}, got {array.max()}")
         return fitted
@@ -193,7 +194,7 @@ def _levels(prompts: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]
         return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
     # In their order, neighbours share the most: all of a run share what its neighbours do at least.
-    shared = [common(prompts[a], prompts[b]) for a, b in zip(order[:-1], order[1:], strict=True)]
+    shared = [common(prompts[a], prompts[b]) for a, b in pairwise(order)]
     levels: list[list[tuple[int, int]]] = [[] for _ in prompts]
     runs, groups = [(0, len(prompts), 0)], 0
     while runs:
@@ -206,7 +207,7 @@ def _levels(prompts: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]
                 levels[order[place]].append((groups, least))
             groups += 1
         cuts = [begin, *(place + 1 for place in range(begin, end - 1) if shared[place] == least), end]
-        runs += [(a, b, least) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        runs += [(a, b, least) for a, b in pairwise(cuts)]
     most = max(1, *(len(of_one) for of_one in levels))
     padded = [of_one + [of_one[-1] if of_one else (0, 0)] * (most - len(of_one)) for of_one in levels]
     table = np.array(padded, np.int32)

@@ -1,0 +1,180 @@
+"""The host's side of a simulation: checks, programs, a progress bar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from jpaged.config import EngineConfig
+from jpaged.costs import CostModel
+from jpaged.policy import Policy
+from jpaged.simulate.clock import Clock
+from jpaged.simulate.result import SimulatedRun, Simulation
+from jpaged.simulate.traced import Asked, Program, Run, many_steps
+from jpaged.simulate.traffic import Traffic
+from jpaged.step import StepRecord
+from jpaged.trace import unstacked
+
+#: Steps of one device call: after each the host looks who has ended.
+STEPS = 256
+
+
+def simulate(
+    traffic: Traffic,
+    config: EngineConfig,
+    *,
+    costs: CostModel,
+    policies: Sequence[Policy] | Mapping[str, Policy | tuple[Policy, Policy]] | None = None,
+    loads: Sequence[float] = (1.0,),
+    page_sizes: Sequence[int] | None = None,
+    record: bool = False,
+    use_tqdm: bool = True,
+) -> Simulation:
+    """Runs `traffic` through an engine of these sizes, once for each policy, load and page size.
+
+    Runs that differ in policy or load are one program under `vmap`, and take about as long as one after the other. A
+    page size is a shape: each is compiled, and run after the one before. Requests with equal prompts get equal
+    outputs, as with greedy decoding.
+
+    Args:
+        config: of the engine; `num_pages` must be set (`jpaged.sizing.size_model` says how many a memory holds).
+            `max_model_len` None: that of the longest request, which is fastest. Bursts have one step, whatever it says.
+        costs: how long a step takes. It pays for the smallest of `config.budgets` that holds its tokens.
+        policies: for admission; or by name, a pair where victims are chosen by another than `config.victim`. None:
+            those of `config`.
+        loads: how many times as fast requests come.
+        page_sizes: the pool has as many bytes with each of them. None: that of `config`.
+        record: keep what each step did, in `SimulatedRun.records`. For small runs: it grows with every step.
+        use_tqdm: show a progress bar that counts requests that have ended, in all runs.
+
+    Raises:
+        ValueError: some request can never run with these sizes, in words; or an argument is not what it must be.
+    """
+    start = time.perf_counter()
+    if config.num_pages is None:
+        raise ValueError("a simulation needs num_pages; jpaged.sizing.size_model says how many a memory holds")
+    longest = traffic.max_request_tokens
+    if longest > (config.max_model_len or longest):
+        totals = traffic.prompt_len.astype(np.int64) + traffic.output_len
+        raise ValueError(
+            f"request {int(np.argmax(totals))} has {longest} tokens, prompt and output; max_model_len is "
+            f"{config.max_model_len}"
+        )
+    named = _named(policies, config)
+    if not loads or not all(np.isfinite(load) and load > 0 for load in loads):
+        raise ValueError(f"loads must be finite numbers above 0, at least one, got {loads!r}")
+    sizes = [config.page_size] if page_sizes is None else list(page_sizes)
+    pool_tokens = (1 + config.num_pages) * config.page_size
+    configs = [
+        replace(
+            config,
+            page_size=size,
+            num_pages=pool_tokens // size - 1,
+            trace=False,
+            max_model_len=config.max_model_len or longest,
+        )
+        for size in sizes
+    ]
+    for one in configs:
+        jax.eval_shape(partial(Run.start, one), jax.eval_shape(partial(Asked.of, traffic)))  # are there pages enough?
+    variants = list(product(named, loads))
+    runs: list[SimulatedRun] = []
+    total = len(traffic) * len(variants) * len(sizes)
+    with tqdm(total=total, desc="Requests", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        for one in configs:
+            program = Program(one, costs, tuple(named.values()))
+            runs += _simulated(program, traffic, variants, record, bar)
+    return Simulation(traffic, config, costs, tuple(runs), time.perf_counter() - start)
+
+
+def _named(
+    policies: Sequence[Policy] | Mapping[str, Policy | tuple[Policy, Policy]] | None, config: EngineConfig
+) -> dict[str, tuple[Policy, Policy]]:
+    """Policies of admission and of victims by name."""
+    if policies is None:
+        policies = {_name(config.admission): config.admission}
+    if not isinstance(policies, Mapping):
+        given, policies = list(policies), {_name(policy): policy for policy in policies}
+        if len(given) != len(policies):
+            raise ValueError(f"two policies have the same name; name them: {{'name': policy, ...}}, got {given!r}")
+    pairs = {name: of if isinstance(of, tuple) else (of, config.victim) for name, of in policies.items()}
+    for name, pair in pairs.items():
+        if len(pair) != 2 or not all(callable(policy) for policy in pair):
+            raise ValueError(
+                f"{name!r} must be a policy, as in jpaged.policy, or a pair of them; got {policies[name]!r}"
+            )
+    if not pairs:
+        raise ValueError("policies must be None or name at least one")
+    return pairs
+
+
+def _name(policy: Policy) -> str:
+    return getattr(policy, "__name__", repr(policy))
+
+
+def _simulated(
+    program: Program, traffic: Traffic, variants: list[tuple[str, float]], record: bool, bar: Any
+) -> list[SimulatedRun]:
+    """One program to the end of all its runs."""
+    config, asked, count = program.config, Asked.of(traffic), len(traffic)
+    names = list(dict.fromkeys(name for name, _ in variants))
+    number = jnp.asarray([names.index(name) for name, _ in variants], jnp.int32)
+    arrivals = [Clock.of(traffic.arrival_s / load) for _, load in variants]
+    arrival = jax.tree.map(lambda *times: jnp.stack(times), *arrivals)
+    runs = jax.jit(jax.vmap(lambda _: Run.start(config, asked)))(number)
+
+    # The counters of the device wrap; those of a call do not.
+    counted = ("computed_tokens", "preemptions", "prefix_queries", "prefix_hits")
+    last = {name: np.zeros(len(variants), np.uint32) for name in counted}
+    totals = {name: np.zeros(len(variants), np.int64) for name in counted}
+    records: list[StepRecord] = []
+    ended = np.zeros(len(variants), np.int32)
+    while (ended < count).any():
+        runs, stacked = many_steps(program, asked, arrival, number, runs, steps=STEPS, record=record)
+        live, before = ended < count, ended
+        ended, counters = jax.device_get((runs.ended, runs.state.counters))
+        for name in counted:
+            totals[name] += getattr(counters, name) - last[name]
+        if (live & (counters.computed_tokens == last["computed_tokens"])).any():
+            raise RuntimeError(f"nothing was computed in {STEPS} steps, and {count - ended.min()} requests wait")
+        last = {name: getattr(counters, name) for name in counted}
+        if record:
+            records.append(jax.device_get(stacked))
+        bar.update(int((ended - before).sum()))
+
+    first, end, steps, pages = (
+        jax.device_get(part) for part in (runs.first_token, runs.end, runs.steps, runs.most_pages)
+    )
+    told = []
+    for run, (name, load) in enumerate(variants):
+        came = arrivals[run].to_float()
+        times = [Clock(clock.seconds[run], clock.microseconds[run]).to_float() for clock in (first, end)]
+        told.append(
+            SimulatedRun(
+                policy=name,
+                load=load,
+                page_size=config.page_size,
+                num_pages=int(config.num_pages or 0),
+                arrival_s=came,
+                ttft_s=times[0] - came,
+                latency_s=times[1] - came,
+                seconds=float(times[1].max() - came[0]),
+                steps=int(steps[run]),
+                output_tokens=traffic.output_tokens,
+                most_pages=int(pages[run]),
+                records=tuple(
+                    one for stacked in records for one in unstacked(jax.tree.map(lambda a, run=run: a[:, run], stacked))
+                )[: int(steps[run])],
+                **{name: int(total[run]) for name, total in totals.items()},
+            )
+        )
+    return told
