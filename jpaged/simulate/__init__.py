@@ -8,7 +8,6 @@ nothing and a clock that moves by what the step would have cost.
 
 All of it is traced. Runs with other policies, or with requests that come faster, go side by side under `vmap`; see
 `traced`. What is scheduled is what `Engine` schedules with bursts of one step, to the last page, if requests reach it
-
 at these times and steps take this long. That they do is the assumption.
 
     traffic   requests as arrays       traced   the simulated engine        host     checks, calls, progress

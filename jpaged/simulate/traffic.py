@@ -52,18 +52,18 @@ class Traffic:
     shared_len: Any = 0  # [N, L] int32, tokens up to which it shares
 
     def __post_init__(self):
-        count = np.size(self.arrival_s)
-        for f in fields(self):
-            kind = np.float64 if f.name == "arrival_s" else np.int32
-            array = self._array(f.name, getattr(self, f.name), kind)
-            if f.name in ("group", "shared_len"):
-                array = np.broadcast_to(array, (count, *array.shape[1:])) if array.ndim < 2 else array
-                array = array[:, None] if array.ndim == 1 else array
-            elif array.ndim == 0:
-                array = np.broadcast_to(array, (count,))
-            if array.shape[0] != count or array.ndim != (2 if f.name in ("group", "shared_len") else 1):
-                raise ValueError(f"{f.name} must have an entry for each of {count} requests, got shape {array.shape}")
-            object.__setattr__(self, f.name, array)
+        given = {f.name: np.asarray(getattr(self, f.name)) for f in fields(self)}
+        count = len(next((array for array in given.values() if array.ndim), [0]))
+        for name, array in given.items():
+            array = self._fitted(name, array, np.float64 if name == "arrival_s" else np.int32)
+            levels = name in ("group", "shared_len")
+            if array.ndim == 0:
+                array = np.broadcast_to(array, count)
+            if levels and array.ndim == 1:
+                array = array[:, None]
+            if array.shape[0] != count or array.ndim != 1 + levels:
+                raise ValueError(f"{name} must have an entry for each of {count} requests, got shape {array.shape}")
+            object.__setattr__(self, name, array)
         if not 1 <= count <= _MOST:
             raise ValueError(f"traffic needs at least one request, and at most {_MOST:,}; got {count:,}")
         if self.group.shape != self.shared_len.shape:
@@ -81,13 +81,14 @@ class Traffic:
         self._check("shared_len", np.diff(self.shared_len, axis=1) < 0, "no less than on the level before")
 
     @staticmethod
-    def _array(name: str, given: Any, kind: type) -> np.ndarray:
-        array = np.asarray(given)
-        if not (np.can_cast(array.dtype, kind, "same_kind") or (array.dtype.kind in "ui" and kind is np.int32)):
-            raise ValueError(f"{name} must be numbers that fit in {kind.__name__}, got {array.dtype}")
-        fitted: np.ndarray = array.astype(kind)
-        if (fitted != array).any() and not np.isnan(fitted).any():
-            raise ValueError(f"{name} must be numbers that fit in {kind.__name__}, got {array.max()}")
+    def _fitted(name: str, array: np.ndarray, kind: type) -> np.ndarray:
+        """`array` as that kind of numbers."""
+        fits = np.can_cast(array.dtype, kind, "same_kind") or array.dtype.kind == "u" or not array.size
+        fitted: np.ndarray = array.astype(kind) if fits else array
+        if not fits or not np.array_equal(fitted, array, equal_nan=True):
+            raise ValueError(
+                f"{name} must be numbers that fit in {kind.__name__}, got {array.dtype}, up to {array.max()}"
+            )
         return fitted
 
     def _check(self, name: str, wrong: np.ndarray, allowed: str) -> None:
