@@ -21,7 +21,8 @@ from jpaged.simulate.clock import Clock
 from jpaged.simulate.result import SimulatedRun, Simulation
 from jpaged.simulate.traced import Asked, Program, Run, many_steps
 from jpaged.simulate.traffic import Traffic
-from jpaged.step import StepRecord
+from jpaged.step import StepRecord, make_state
+from jpaged.step.order import queue_order, running_order
 from jpaged.trace import unstacked
 
 #: Steps of one device call: after each the host looks who has ended.
@@ -84,8 +85,11 @@ def simulate(
         )
         for size in sizes
     ]
-    for one in configs:
-        jax.eval_shape(partial(Run.start, one), jax.eval_shape(partial(Asked.of, traffic)))  # are there pages enough?
+    for one in configs:  # refused by the engine's own words, before anything is compiled
+        empty = jax.eval_shape(partial(make_state, one, layers=1, kv_heads=1, head_dim=1))
+        for admission, victim in named.values():
+            state = replace(empty, admission=admission, victim=victim)
+            jax.eval_shape(lambda state: (queue_order(state), running_order(state)), state)
     variants = list(product(named, loads))
     runs: list[SimulatedRun] = []
     total = len(traffic) * len(variants) * len(sizes)
@@ -158,23 +162,17 @@ def _simulated(
     for run, (name, load) in enumerate(variants):
         came = arrivals[run].to_float()
         times = [Clock(clock.seconds[run], clock.microseconds[run]).to_float() for clock in (first, end)]
-        told.append(
-            SimulatedRun(
-                policy=name,
-                load=load,
-                page_size=config.page_size,
-                num_pages=int(config.num_pages or 0),
-                arrival_s=came,
-                ttft_s=times[0] - came,
-                latency_s=times[1] - came,
-                seconds=float(times[1].max() - came[0]),
-                steps=int(steps[run]),
-                output_tokens=traffic.output_tokens,
-                most_pages=int(pages[run]),
-                records=tuple(
-                    one for stacked in records for one in unstacked(jax.tree.map(lambda a, run=run: a[:, run], stacked))
-                )[: int(steps[run])],
-                **{name: int(total[run]) for name, total in totals.items()},
-            )
-        )
+        one = SimulatedRun(
+            policy=name, load=load, page_size=config.page_size, num_pages=runs.state.pool.k.shape[2] - 1,
+            arrival_s=came, ttft_s=times[0] - came, latency_s=times[1] - came,
+            seconds=float(times[1].max() - came[0]), steps=int(steps[run]), output_tokens=traffic.output_tokens,
+            most_pages=int(pages[run]), records=tuple(_records(records, run)[: int(steps[run])]),
+            **{name: int(total[run]) for name, total in totals.items()},
+        )  # fmt: skip
+        told.append(one)
     return told
+
+
+def _records(stacked: list[StepRecord], run: int) -> list[StepRecord]:
+    """Those of one run, of all calls."""
+    return [record for call in stacked for record in unstacked(jax.tree.map(lambda array: array[:, run], call))]

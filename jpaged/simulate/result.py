@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -88,23 +89,37 @@ class Simulation:
             raise ValueError(f"{len(found)} runs have {asked}; there are: {'; '.join(run.name for run in self.runs)}")
         return found[0]
 
-    def table(self) -> Table:
-        """A line for each run. Times are percentiles over requests, in seconds."""
-        table = Table(title=self._title, title_justify="left", title_style="")
-        table.add_column("policy")
-        heads = ["load", "page size"]
-        heads += [f"{name} {share}" for name in ("ttft", "latency") for share in ("p50", "p90", "p99")]
-        heads += ["output tokens/s", "steps", "preempted", "found", "pages"]
-        for head in heads:
-            table.add_column(head, justify="right")
+    def rows(self) -> list[dict[str, str]]:
+        """What is told of each run, by heading. Times are percentiles over requests, in seconds; found is the share of
+        prompt tokens that were computed already."""
+        rows = []
         for run in self.runs:
-            spreads = [Spread.of(times) for times in (run.ttft_s, run.latency_s)]
-            times = [f"{share:,.2f}" for times in spreads if times for share in (times.p50, times.p90, times.p99)]
-            table.add_row(
-                run.policy, f"{run.load:g}", f"{run.page_size}", *times, f"{run.output_tokens_per_s:,.0f}",
-                f"{run.steps:,}", f"{run.preemptions:,}", f"{run.prefix_hit_rate:.1%}",
-                f"{run.most_pages:,} of {run.num_pages:,}",
-            )  # fmt: skip
+            spreads = {"ttft": Spread.of(run.ttft_s), "latency": Spread.of(run.latency_s)}
+            rows.append(
+                {"policy": run.policy, "load": f"{run.load:g}", "page size": f"{run.page_size}"}
+                | {
+                    f"{name} {share}": f"{getattr(spread, share):,.2f}"
+                    for name, spread in spreads.items()
+                    for share in ("p50", "p90", "p99")
+                }
+                | {
+                    "output tokens/s": f"{run.output_tokens_per_s:,.0f}",
+                    "steps": f"{run.steps:,}",
+                    "preempted": f"{run.preemptions:,}",
+                    "found": f"{run.prefix_hit_rate:.1%}",
+                    "pages": f"{run.most_pages:,} of {run.num_pages:,}",
+                }
+            )
+        return rows
+
+    def table(self) -> Table:
+        """`rows`, for a terminal."""
+        table = Table(title=self._title, title_justify="left", title_style="")
+        rows = self.rows()
+        for head in rows[0]:
+            table.add_column(head, justify="left" if head == "policy" else "right")
+        for row in rows:
+            table.add_row(*row.values())
         return table
 
     @property
@@ -116,10 +131,17 @@ class Simulation:
         )
 
     def __repr__(self) -> str:
-        console = Console(width=180, color_system=None, force_jupyter=False)
+        console = Console(width=200, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self.table())
-        return capture.get().rstrip()
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def _repr_html_(self) -> str:
+        rows = self.rows()
+        lines = [[f"<th>{escape(head)}</th>" for head in rows[0]]]
+        lines += [[f"<td>{escape(value)}</td>" for value in row.values()] for row in rows]
+        body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines)
+        return f"<table><caption>{escape(self._title)}</caption>{body}</table>"
 
     def plot(self, times: str = "latency_s") -> Figure:
         """The share of requests that waited no longer than that, a line for each run.

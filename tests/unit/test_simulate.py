@@ -211,6 +211,7 @@ def test_what_cannot_be_simulated_is_refused_in_words():
         ({"loads": (1.0, 0.0)}, "loads must be finite numbers above 0"),
         ({"policies": []}, "policies must be None or name at least one"),
         ({"policies": {"a": "fifo"}}, "'a' must be a policy"),
+        ({"policies": {"a": by_priority, "b": lambda c: c.arrival > 0}}, "a number, an array .*; it gave bool"),
         ({"policies": [by_priority, by_priority]}, "two policies have the same name"),
     ]:
         with pytest.raises(ValueError, match=words):
@@ -230,6 +231,7 @@ def test_it_can_be_read():
     assert shown["latency p50"] == f"{np.sort(run.latency_s)[14]:.2f}"
     assert shown["ttft p99"] == f"{run.ttft_s.max():.2f}"
     assert shown["preempted"] == f"{run.preemptions}" and shown["steps"] == f"{run.steps}"
+    assert f"<td>{run.most_pages} of 14</td>" in found._repr_html_()
     assert "30 requests, 3 slots, 16 tokens a step, simulated for a clock in" in repr(found)
     assert "SimulatedRun(by_priority, load 0.2, pages of 4: 30 requests in" in repr(run)
     (axes,) = found.plot("ttft_s").axes
