@@ -48,7 +48,8 @@ def simulate(
 
     Args:
         config: of the engine; `num_pages` must be set (`jpaged.sizing.size_model` says how many a memory holds).
-            `max_model_len` None: that of the longest request, which is fastest. Bursts have one step, whatever it says.
+            `max_model_len` None: that of the longest request, which is fastest. Bursts have one step, whatever it says,
+            and every step may compute `max_num_batched_tokens`.
         costs: how long a step takes. It pays for the smallest of `config.budgets` that holds its tokens.
         policies: for admission; or by name, a pair where victims are chosen by another than `config.victim`. None:
             those of `config`.
