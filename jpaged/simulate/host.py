@@ -27,6 +27,10 @@ from jpaged.trace import unstacked
 
 #: Steps of one device call: after each the host looks who has ended.
 STEPS = 256
+#: Runs that have ended are left out where half of them have, and no sooner after they began, or were last left out.
+WORTH_COMPILING_S = 60.0
+#: Those of `Counters` that are told.
+_COUNTED = ("computed_tokens", "preemptions", "prefix_queries", "prefix_hits")
 
 
 def simulate(
@@ -138,42 +142,52 @@ def _simulated(
     runs = jax.jit(jax.vmap(lambda _: Run.start(config, asked)))(number)
 
     # The counters of the device wrap; those of a call do not.
-    counted = ("computed_tokens", "preemptions", "prefix_queries", "prefix_hits")
-    last = {name: np.zeros(len(variants), np.uint32) for name in counted}
-    totals = {name: np.zeros(len(variants), np.int64) for name in counted}
-    records: list[StepRecord] = []
+    totals = {name: np.zeros(len(variants), np.int64) for name in _COUNTED}
+    last = {name: np.zeros(len(variants), np.uint32) for name in _COUNTED}
+    records: list[list[StepRecord]] = [[] for _ in variants]
+    told: dict[int, SimulatedRun] = {}
+    here = np.arange(len(variants))  # which variants `runs` holds
     ended = np.zeros(len(variants), np.int32)
-    while (ended < count).any():
+    start = time.perf_counter()
+    while len(told) < len(variants):
         runs, stacked = many_steps(program, asked, arrival, number, runs, steps=STEPS, record=record)
-        live, before = ended < count, ended
-        ended, counters = jax.device_get((runs.ended, runs.state.counters))
-        for name in counted:
-            totals[name] += getattr(counters, name) - last[name]
-        if (live & (counters.computed_tokens == last["computed_tokens"])).any():
-            raise RuntimeError(f"nothing was computed in {STEPS} steps, and {count - ended.min()} requests wait")
-        last = {name: getattr(counters, name) for name in counted}
-        if record:
-            records.append(jax.device_get(stacked))
+        before, (ended, counters) = ended, jax.device_get((runs.ended, runs.state.counters))
         bar.update(int((ended - before).sum()))
+        for name in _COUNTED:
+            totals[name][here] += getattr(counters, name) - last[name]
+        if ((before < count) & (counters.computed_tokens == last["computed_tokens"])).any():
+            raise RuntimeError(f"nothing was computed in {STEPS} steps, and {count - ended.min()} requests wait")
+        last = {name: getattr(counters, name) for name in _COUNTED}
+        stacked = jax.device_get(stacked)
+        for place, variant in enumerate(here.tolist()):
+            if variant in told:
+                continue
+            if stacked is not None:
+                records[variant] += unstacked(jax.tree.map(lambda array, place=place: array[:, place], stacked))
+            if ended[place] == count:
+                told[variant] = _told(
+                    jax.tree.map(lambda array, place=place: array[place], runs), variants[variant], config, traffic,
+                    arrivals[variant], records[variant], {name: int(total[variant]) for name, total in totals.items()},
+                )  # fmt: skip
+        live = np.flatnonzero(ended < count)
+        if 0 < len(live) <= len(here) // 2 and time.perf_counter() - start > WORTH_COMPILING_S:
+            # Those that have ended take time for nothing. Without them it is another program.
+            here, ended, last = here[live], ended[live], {name: values[live] for name, values in last.items()}
+            arrival, number, runs = jax.tree.map(lambda array, live=live: array[live], (arrival, number, runs))
+            start = time.perf_counter()
+    return [told[variant] for variant in range(len(variants))]
 
-    first, end, steps, pages = (
-        jax.device_get(part) for part in (runs.first_token, runs.end, runs.steps, runs.most_pages)
-    )
-    told = []
-    for run, (name, load) in enumerate(variants):
-        came = arrivals[run].to_float()
-        times = [Clock(clock.seconds[run], clock.microseconds[run]).to_float() for clock in (first, end)]
-        one = SimulatedRun(
-            policy=name, load=load, page_size=config.page_size, num_pages=runs.state.pool.k.shape[2] - 1,
-            arrival_s=came, ttft_s=times[0] - came, latency_s=times[1] - came,
-            seconds=float(times[1].max() - came[0]), steps=int(steps[run]), output_tokens=traffic.output_tokens,
-            most_pages=int(pages[run]), records=tuple(_records(records, run)[: int(steps[run])]),
-            **{name: int(total[run]) for name, total in totals.items()},
-        )  # fmt: skip
-        told.append(one)
-    return told
 
-
-def _records(stacked: list[StepRecord], run: int) -> list[StepRecord]:
-    """Those of one run, of all calls."""
-    return [record for call in stacked for record in unstacked(jax.tree.map(lambda array: array[:, run], call))]
+def _told(
+    run: Run, variant: tuple[str, float], config: EngineConfig, traffic: Traffic, arrival: Clock,
+    records: list[StepRecord], totals: dict[str, int],
+) -> SimulatedRun:  # fmt: skip
+    """What is told of a run that has ended."""
+    policy, load = variant
+    came, first, end = (clock.to_float() for clock in (arrival, run.first_token, run.end))
+    return SimulatedRun(
+        policy=policy, load=load, page_size=config.page_size, num_pages=run.state.pool.num_pages, arrival_s=came,
+        ttft_s=first - came, latency_s=end - came, seconds=float(end.max() - came[0]), steps=int(run.steps),
+        output_tokens=traffic.output_tokens, most_pages=int(run.most_pages), records=tuple(records[: int(run.steps)]),
+        **totals,
+    )  # fmt: skip

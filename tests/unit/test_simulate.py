@@ -17,7 +17,7 @@ from jpaged.engine import Engine
 from jpaged.models.nothing import NoModel
 from jpaged.policy import Candidates, by_priority, first_come_first_served, shortest_prompt_first
 from jpaged.request import Request, SamplingParams
-from jpaged.simulate import Simulation, Traffic, simulate
+from jpaged.simulate import Simulation, Traffic, host, simulate
 from jpaged.simulate.clock import Clock
 from jpaged.simulate.traced import _ordered
 
@@ -29,7 +29,7 @@ TIGHT = EngineConfig(
 #: A step takes 10 ms, whatever is in it.
 STEP_S = 0.01
 CONSTANT = CostModel(Machine("a clock", 1.0, 1.0, 1.0, STEP_S), 0, 0.0, 0.0, 0)
-LOADS = (0.2, 3.0)
+LOADS = (1.0, 3.0)
 #: Of three system prompts of two pages each, with four priorities; some at once, some while others run.
 TRAFFIC = Traffic.random(
     30, seed=3, per_s=25, prompt_tokens=(1, 14), output_tokens=(1, 16), priorities=(0, 0, 1, -2), groups=3,
@@ -101,18 +101,21 @@ def test_the_schedule_is_the_engines(config, traffic):
     assert run.computed_tokens == sum(int(record.scheduled.sum()) for record in engine.trace.records)
 
 
-def test_side_by_side_is_one_by_one():
+def test_side_by_side_is_one_by_one(monkeypatch):
     """Catches: a run that is changed by its neighbours, or goes on when it has ended; numbers of policies, or loads,
-    that are mixed up."""
+    that are mixed up, also when those that have ended are left out."""
     policies = {
         "short": shortest_prompt_first,
         "default": by_priority,
         "odd": (lambda c: (c.arrival * 7919 % 13).astype(jnp.float32) - 6, longest_of),
     }
-    together = simulated(policies=policies, loads=LOADS, record=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "STEPS", 8)
+        patch.setattr(host, "WORTH_COMPILING_S", 0.0)
+        together = simulated(policies=policies, loads=LOADS, record=False)
     assert len(together) == 6 and together.run("odd", load=3.0).records == ()
     odd = replace(TIGHT, admission=policies["odd"][0], victim=longest_of)
-    for name, alone in {"default": simulated(loads=LOADS), "odd": simulated(config=odd, loads=(3.0,))}.items():
+    for name, alone in {"default": simulated(loads=LOADS), "odd": simulated(config=odd, loads=(1.0,))}.items():
         for one in alone.runs:
             run = together.run(name, load=one.load)
             for figure in ("steps", "preemptions", "prefix_hits", "computed_tokens", "most_pages", "seconds"):
@@ -120,7 +123,7 @@ def test_side_by_side_is_one_by_one():
             for figure in ("ttft_s", "latency_s", "arrival_s"):
                 assert np.array_equal(getattr(run, figure), getattr(one, figure)), (run, figure)
     assert len({run.ttft_s.tobytes() for run in together.runs if run.load == 3.0}) == 3
-    assert together.run("odd", load=0.2).steps > together.run("odd", load=3.0).steps  # it ends long before
+    assert together.run("odd", load=1.0).steps > together.run("odd", load=3.0).steps  # it ends before
 
 
 def test_times_by_hand():
@@ -227,13 +230,13 @@ def test_it_can_be_read():
     columns = [[cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]] for line in (head, row)]
     shown = dict(zip(*columns, strict=True))
     run = found.runs[0]
-    assert shown["load"] == "0.2" and shown["pages"] == f"{run.most_pages} of 14"
+    assert shown["load"] == "1" and shown["pages"] == f"{run.most_pages} of 14"
     assert shown["latency p50"] == f"{np.sort(run.latency_s)[14]:.2f}"
     assert shown["ttft p99"] == f"{run.ttft_s.max():.2f}"
     assert shown["preempted"] == f"{run.preemptions}" and shown["steps"] == f"{run.steps}"
     assert f"<td>{run.most_pages} of 14</td>" in found._repr_html_()
     assert "30 requests, 3 slots, 16 tokens a step, simulated for a clock in" in repr(found)
-    assert "SimulatedRun(by_priority, load 0.2, pages of 4: 30 requests in" in repr(run)
+    assert "SimulatedRun(by_priority, load 1, pages of 4: 30 requests in" in repr(run)
     (axes,) = found.plot("ttft_s").axes
     assert [line.get_label() for line in axes.lines] == [run.name for run in found.runs]
     assert axes.lines[0].get_xdata()[-1] == run.ttft_s.max()
