@@ -65,24 +65,27 @@ class CostModel:
     """Seconds on one machine with one model: what takes longer of computing and of reading, as in a roofline."""
 
     machine: Machine
-    weight_bytes: int
+    weight_bytes: int  # that every step reads
     flops_per_token: float  # in products with weights
     flops_per_key: float  # of a token, for each key that it attends to
     bytes_per_token: int  # keys and values of one token
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, machine: Machine) -> CostModel:
-        """Of a model whose weights and pool are of `dtype`."""
+        """Of a model whose weights and pool are of `dtype`. Every token attends to all before it, also where the model
+        has a sliding window, and has logits: both are more than is computed."""
+        # Of a table of embeddings that is not the head as well, a step reads a row for each token.
+        table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
         return cls(
             machine,
-            weight_bytes=sizing.weight_bytes(model, dtype),
-            flops_per_token=2.0 * model.num_parameters,
+            weight_bytes=sizing.weight_bytes(model, dtype) - table * sizing.dtype_bytes(dtype),
+            flops_per_token=2.0 * (model.num_parameters - table),
             flops_per_key=4.0 * model.num_layers * model.num_heads * model.head_dim,
             bytes_per_token=sizing.bytes_per_token(model, dtype),
         )
 
     def step(self, tokens: Any, keys_read: Any, pairs: Any) -> Any:
-        """Seconds of a step.
+        """Seconds of a step; arrays of float32 or numbers.
 
         Args:
             tokens: that it computes, padding included.
@@ -90,7 +93,7 @@ class CostModel:
             pairs: of a query and a key that it attends to.
         """
         computing = (tokens * self.flops_per_token + pairs * self.flops_per_key) / self.machine.flops_per_s
-        reading = (self.weight_bytes + keys_read * self.bytes_per_token) / self.machine.bytes_per_s
+        reading = (float(self.weight_bytes) + keys_read * self.bytes_per_token) / self.machine.bytes_per_s
         return self.machine.call_s + jnp.maximum(computing, reading)
 
     def recompute_token(self) -> float:

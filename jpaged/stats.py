@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,3 +100,22 @@ class EngineStats:
             f"({self.swaps} by swapping); "
             f"{self.num_programs} programs compiled in {self.compile_seconds:.1f} s"
         )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A distribution over requests, in seconds. Percentiles are values that occurred (nearest rank)."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """None where there are no values."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        p50, p90, p99 = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.9, 0.99))
+        return cls(p50, p90, p99, mean=math.fsum(ordered) / len(ordered))

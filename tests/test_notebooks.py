@@ -20,7 +20,7 @@ def test_they_are_there():
     names = {path.stem for path in NOTEBOOKS}
     assert names >= {
         "01_quickstart", "02_pages_by_hand", "03_watch_the_step", "04_static_vs_continuous",
-        "05_prefix_sharing_and_forking",
+        "05_prefix_sharing_and_forking", "06_write_a_policy",
     }  # fmt: skip
 
 

@@ -7,10 +7,9 @@ the tokens of its completed requests only, and is not compared.
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged.bench.measure import Measurement, StepSample
+from jpaged.stats import Spread
 
 #: quantities whose ratio between two engines is reported
 RATIO_KEYS = (
@@ -26,25 +26,6 @@ RATIO_KEYS = (
     "ttft_s.p50", "ttft_s.p99", "prompt_tokens_computed", "kv_share.reserved_tokens_peak", "kv_share.used_of_reserved",
     "peak_rss_bytes",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A distribution over requests, in seconds. Percentiles are values that occurred (nearest rank)."""
-
-    p50: float
-    p90: float
-    p99: float
-    mean: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
-        """None where there are no values."""
-        ordered = sorted(values)
-        if not ordered:
-            return None
-        p50, p90, p99 = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.9, 0.99))
-        return cls(p50, p90, p99, mean=math.fsum(ordered) / len(ordered))
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,10 @@ from rich.table import Table
 from jpaged.bench.hlo import report
 from jpaged.bench.report import usable_cores, widen
 from jpaged.config import EngineConfig
-from jpaged.pool import KVPool, StepBatch
+from jpaged.models.nothing import NoModel
 from jpaged.step import EngineState, Submission, demand, make_state, step, submit
 
 PAGE_SIZE = 16
-VOCAB = 64
 #: Prompt tokens of a request where there are pages enough; less where there are not.
 MOST_PROMPT_TOKENS = 512
 #: Steps before those that are timed: the first calls of a program touch memory that later ones find touched.
@@ -43,15 +42,6 @@ _SETTLING = 4
 #: Requests that one call puts into the queue.
 _AT_ONCE = 64
 _QUICKLY = {"cpu": {"xla_backend_optimization_level": 0}}
-
-
-@dataclass(frozen=True)
-class NoModel:
-    """A decoder that computes nothing: the next token is the last one plus 1. The pool is not touched."""
-
-    def __call__(self, params: Any, pool: KVPool, batch: StepBatch) -> tuple[jax.Array, KVPool]:
-        following = (batch.token_ids[batch.logit_index] + 1) % VOCAB
-        return jax.nn.one_hot(following, VOCAB, dtype=jnp.float32), pool
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,7 @@ def full_of_work(sizes: Sizes, prompt_tokens: int) -> EngineState:
         batch = Submission.empty(_AT_ONCE, sizes.max_model_len)
         batch.valid[:count] = True
         batch.uid[:] = 1 + first + np.arange(_AT_ONCE)
-        batch.tokens[:, :prompt_tokens] = rng.integers(0, VOCAB, (_AT_ONCE, prompt_tokens))
+        batch.tokens[:, :prompt_tokens] = rng.integers(0, NoModel.vocab, (_AT_ONCE, prompt_tokens))
         batch.prompt_len[:] = prompt_tokens
         batch.max_len[:] = sizes.max_model_len
         state = put(state, batch)

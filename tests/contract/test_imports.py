@@ -16,7 +16,7 @@ LAYERS = [
     {"jpaged", "jpaged.cli", "jpaged.demo"},  # the doors; `jpaged` itself only names things
     {"jpaged.bench", "jpaged.serve"},
     {"jpaged.llm", "jpaged.baseline"},
-    {"jpaged.viz", "jpaged.replay", "jpaged.outputs"},
+    {"jpaged.viz", "jpaged.replay", "jpaged.outputs", "jpaged.simulate"},
     {"jpaged.engine", "jpaged.tokenizer"},
     {"jpaged.beam", "jpaged.costs", "jpaged.submission", "jpaged.trace", "jpaged.snapshot", "jpaged.saving"},
     {"jpaged.sizing", "jpaged.host_pool", "jpaged.programs"},
