@@ -60,11 +60,13 @@ class Sizes:
     def __post_init__(self):
         jax.eval_shape(self.state)
 
-    def state(self) -> EngineState:
-        """An empty engine of these sizes, with as little in its pages as can be."""
+    def state(self, *, swap_space_bytes: int | None = None) -> EngineState:
+        """An empty engine of these sizes, with as little in its pages as can be; with a pool on the host, if that has a
+        size."""
         config = EngineConfig(
             page_size=PAGE_SIZE, num_pages=self.pages, max_num_seqs=self.slots, max_queue=self.queued,
-            max_num_batched_tokens=self.slots, max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.slots, max_model_len=self.max_model_len, swap_space_bytes=swap_space_bytes,
+            preemption="recompute" if swap_space_bytes is None else "swap",
         )  # fmt: skip
         return make_state(config, layers=1, kv_heads=1, head_dim=1)
 

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -33,7 +34,7 @@ from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.llama import abstract_decoder
 from jpaged.parallel.rules import TENSOR, parameter_shardings, state_shardings
-from jpaged.step import demand, make_state, run, step
+from jpaged.step import demand, exchange, make_state, run, step
 
 ROWS = 64
 RECORD = Path(__file__).with_name("step.json")
@@ -106,8 +107,10 @@ def measure(program: Program) -> dict:
 
 def measure_scheduling(sizes: Sizes) -> dict:
     card, state = mesh("h200"), jax.eval_shape(sizes.state)
+    with_host_pool = jax.eval_shape(partial(sizes.state, swap_space_bytes=1 << 18))
     programs = {
         "step": compile_for(card, sizes.step, state, donate_argnums=0), "demand": compile_for(card, demand, state),
+        "exchange": compile_for(card, partial(exchange, ahead=8), with_host_pool, donate_argnums=0),
     }  # fmt: skip
     return asdict(sizes) | {name: report(program, state.pool.k.shape) for name, program in programs.items()}
 
