@@ -101,7 +101,8 @@ class Engine:
         self.trace = Trace(self.config, self._shape) if config.trace else None
         self._reset()
         self._host_pool: HostPool | None = None
-        if self._state.swap is not None:
+        if self.config.preemption != "recompute":
+            assert self._state.swap is not None
             start = time.perf_counter()
             self._host_pool = HostPool(self._state.pool, self._state.swap.num_chunks)
             self.compile_seconds += time.perf_counter() - start

@@ -55,10 +55,13 @@ def programs_are_given_back_within():
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_quickly(request):
-    """In folders where nothing takes time but compiling, LLVM's optimizations are left out; XLA's are not."""
+    """In folders where nothing takes time but compiling, LLVM's optimizations are left out; XLA's are not. Also in the
+    processes that tests start: programs compiled otherwise round otherwise."""
     quickly = request.path.parent.name in ("unit", "property")
-    jax.config.update("jax_disable_most_optimizations", quickly)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(quickly))
+        jax.config.update("jax_disable_most_optimizations", quickly)
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 

@@ -280,4 +280,6 @@ def test_on_h200s_nothing_grows_with_the_pool(model, cuda_plugin, record_propert
     if model == "llama-8b":
         full, half, _ = programs
         grown = full["temporary_bytes"] - half["temporary_bytes"]
+        if KERNELS:  # XLA's attention, in JAX 0.10, needs more with half of the pool
+            grown = abs(grown)
         assert grown <= 1024 * (full["pages"] - half["pages"]) < (full["pool_bytes"] - half["pool_bytes"]) / 1000

@@ -83,6 +83,27 @@ def test_many_more_requests_than_rows_all_get_their_own_tokens():
     assert stats.useful_row_steps + stats.wasted_row_steps == sum(step.budget for step in engine.history)
 
 
+def test_thousands_of_requests_take_the_memory_of_a_few():
+    """Catches: a state, or a number of programs, that grows with what waits on the host; a queue there that is searched
+    or copied for each request."""
+    engine = make()
+    few, lengths = mix(60), [replace(GREEDY, max_tokens=count) for count in (1, 2, 3)]
+    requests = [replace(few[n % 60], request_id=str(n), params=lengths[n % 3]) for n in range(3000)]
+    before = jax.tree.map(lambda a: (a.shape, a.dtype), engine.state)
+    for one in requests:
+        engine.submit(one)
+    found: dict[str, list[int]] = {}
+    for _ in range(6000):
+        for event in engine.burst():
+            found.setdefault(event.request_id, []).append(event.token_id)
+        if not engine.has_work:
+            break
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), engine.state) == before
+    assert engine.num_programs == 4 and max(step.running for step in engine.history) == 4
+    expected = {prompt: alone(READER, prompt, 3) for prompt in {one.prompt_token_ids for one in requests}}
+    assert found == {r.request_id: expected[r.prompt_token_ids][: r.params.max_tokens] for r in requests}
+
+
 def test_burst_length_does_not_change_a_token():
     results = []
     for steps in (1, 3):

@@ -18,7 +18,7 @@ from jpaged.engine import Engine
 from jpaged.policy import shortest_prompt_first
 from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE, KVPool
 from jpaged.replay import replay
-from jpaged.request import Request, SamplingParams
+from jpaged.request import FinishReason, Request, SamplingParams
 from jpaged.saving import Saved
 from jpaged.step import make_state, violations
 from jpaged.viz.timeline import Activity, activities
@@ -120,6 +120,27 @@ def test_nothing_is_computed_twice(steps_per_burst):
     assert sum(step.scheduled_tokens for step in engine.history) == stats.useful_row_steps == computed
     assert sum(step.swapped_in for step in engine.history) == sum(step.swapped_out for step in engine.history)
     assert f"{stats.preemptions} preemptions ({stats.swaps} by swapping)" in str(stats)
+
+
+def test_what_comes_out_does_not_notice():
+    """Sampled tokens by seeds that the engine draws, several continuations, penultimate tokens that no stop may be, and
+    reasons. Catches: a key, a log-probability or a length that depends on where pages were in the meantime."""
+    rng = np.random.default_rng(5)
+    params = SamplingParams(temperature=1.0, max_tokens=16, min_tokens=6, stop_token_ids=[3, 4, 5], n=2)
+    requests = [Request(str(n), tuple(rng.integers(6, 30, 3 * n + 2).tolist()), params) for n in range(9)]
+    told = []
+    for changes in ({}, {"preemption": "recompute", "swap_space_bytes": None}):
+        engine, events = Engine(READER, (), MODEL, replace(CONFIG, **changes)), {}
+        for request in requests:
+            engine.submit(request)
+        while engine.has_work:
+            for event in engine.burst():
+                said = event.token_id, event.logprob, event.finish_reason, event.stop_reason
+                events.setdefault((event.request_id, event.index), []).append(said)
+        assert engine.stats().preemptions > 3 and (engine.stats().swaps > 3) == (not changes)
+        told.append(events)
+    assert told[0] == told[1] and len(told[0]) == 18
+    assert {said[-1][2] for said in told[0].values()} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 def test_a_full_host_means_computing_again():
