@@ -87,8 +87,8 @@ def test_thousands_of_requests_take_the_memory_of_a_few():
     """Catches: a state, or a number of programs, that grows with what waits on the host; a queue there that is searched
     or copied for each request."""
     engine = make()
-    few, lengths = mix(60), [replace(GREEDY, max_tokens=count) for count in (1, 2, 3)]
-    requests = [replace(few[n % 60], request_id=str(n), params=lengths[n % 3]) for n in range(3000)]
+    lengths = [replace(GREEDY, max_tokens=count) for count in (1, 2, 3)]
+    requests = [request(str(n), range(n % 8, 9 + n % 5), lengths[n % 3]) for n in range(3000)]
     before = jax.tree.map(lambda a: (a.shape, a.dtype), engine.state)
     for one in requests:
         engine.submit(one)

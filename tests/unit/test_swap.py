@@ -73,6 +73,16 @@ def drain(engine: Engine, requests: list[Request], most_bursts: int = 500) -> No
     assert engine.stats().in_use_pages == 0
 
 
+def until_somebody_is_on_the_host(engine: Engine, requests: list[Request]) -> None:
+    for request in requests:
+        engine.submit(request)
+    for _ in range(200):
+        engine.burst()
+        if np.asarray(engine.state.swap.computed).any():
+            return
+    raise AssertionError("nobody was swapped out")
+
+
 def test_pages_come_back_bit_for_bit():
     """PR-05. A value of its own in each place of each page, of keys and of values, in each layer and head: out, the
     pages filled with others, and back to other pages. Catches: keys and values exchanged, another axis, another page;
@@ -190,14 +200,8 @@ def test_what_it_costs_is_known_of_the_machine(caplog):
 @pytest.mark.parametrize("victim", ["on the host", "running", "all"])
 def test_an_abort_gives_back_what_is_on_the_host(victim):
     """Catches: chunks that nobody gives back; a request that comes back after it was given up."""
-    engine = Engine(READER, (), MODEL, CONFIG)
-    requests = mix(8)
-    for request in requests:
-        engine.submit(request)
-    for _ in range(200):
-        engine.burst()
-        if np.asarray(engine.state.swap.computed).any():
-            break
+    engine, requests = Engine(READER, (), MODEL, CONFIG), mix(8)
+    until_somebody_is_on_the_host(engine, requests)
     uids = np.asarray(engine.state.requests.uid)
     on_host = {engine.label(int(uid)) for uid in uids[np.asarray(engine.state.swap.computed) > 0]}
     running = {engine.label(int(uid)) for uid in uids[np.asarray(engine.state.slots.request)]} - on_host
@@ -270,12 +274,7 @@ def test_what_is_on_the_host_is_computed_again_after_a_restore(tmp_path):
     """Also by an engine that has no such pool. Catches: chunks that a state names and no host has."""
     config = replace(CONFIG, trace=False)
     engine, requests = Engine(READER, (), MODEL, config), mix(9)
-    for request in requests:
-        engine.submit(request)
-    for _ in range(200):
-        engine.burst()
-        if np.asarray(engine.state.swap.computed).any():
-            break
+    until_somebody_is_on_the_host(engine, requests)
     path = engine.save_state(tmp_path / "saved")
     for changes in ({}, {"preemption": "recompute"}):
         saved = Saved(path)
