@@ -58,6 +58,7 @@ FINISH_REASONS = {
     Finish.ERROR: FinishReason.ERROR,
 }
 
+
 @dataclass
 class _Held:
     """A request that has not ended."""

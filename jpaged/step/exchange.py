@@ -108,9 +108,7 @@ def _bring_back(
     need = jnp.maximum(-(-stored // page_size) - found, 0)
     most = min(state.pool.num_pages, max(slots.page_table.shape[1], LOOKUP_PAGES) + slots.num_slots)
     pages = next_to_take(state.prefixes, state.refcount, state.counters.steps, slots.page_table.shape[1], most)
-    refcount, page_table, held = take(
-        state.refcount, slots.page_table, found, jnp.where(came, need, 0), pages
-    )  # fmt: skip
+    refcount, page_table, held = take(state.refcount, slots.page_table, found, need, pages)
     taken = (refcount > 0) & (state.refcount == 0)
 
     runs = spread(-(-stored // (page_size * CHUNK_PAGES)), _most_chunks(state, swap))
