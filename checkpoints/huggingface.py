@@ -66,9 +66,7 @@ class HuggingFaceSource:
         elif (self.path / SINGLE_FILE).is_file():
             self._open_shard(self.path / SINGLE_FILE)
         else:
-            found = sorted(
-                p.name for p in self.path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors")
-            )
+            found = sorted(p.name for p in self.path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
             raise ValueError(
                 f"{self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
                 + (f"; it has {', '.join(found)}: save the model again as safetensors" if found else "")
@@ -94,14 +92,11 @@ class HuggingFaceSource:
         for name, file in weight_map.items():
             # a shard is a file beside its index; anything else would read outside the model's directory
             if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(
-                    f"{index} places tensor {name!r} in {file!r}, which is not a plain file name"
-                )
+                raise ValueError(f"{index} places tensor {name!r} in {file!r}, which is not a plain file name")
             expected.setdefault(file, set()).add(name)
         if SINGLE_FILE not in expected and (self.path / SINGLE_FILE).exists():
             raise ValueError(
-                f"{self.path} has both {SINGLE_FILE} and an index ({INDEX_FILE}) that does not name it: "
-                "remove one"
+                f"{self.path} has both {SINGLE_FILE} and an index ({INDEX_FILE}) that does not name it: remove one"
             )
         missing = [file for file in sorted(expected) if not (self.path / file).is_file()]
         if missing:
@@ -111,13 +106,9 @@ class HuggingFaceSource:
         for file, names in sorted(expected.items()):
             held = self._open_shard(self.path / file)
             for name in sorted(names - held):
-                raise ValueError(
-                    f"{self.path / file} lacks tensor {name!r}, which {INDEX_FILE} says it holds"
-                )
+                raise ValueError(f"{self.path / file} lacks tensor {name!r}, which {INDEX_FILE} says it holds")
             for name in sorted(held - names):
-                raise ValueError(
-                    f"{self.path / file} holds tensor {name!r}, which {INDEX_FILE} does not place there"
-                )
+                raise ValueError(f"{self.path / file} holds tensor {name!r}, which {INDEX_FILE} does not place there")
 
     def _open_shard(self, file: Path) -> set[str]:
         try:
@@ -130,8 +121,7 @@ class HuggingFaceSource:
             view = shard.get_slice(name)
             if view.get_dtype() not in CLAIMED_KINDS:
                 raise ValueError(
-                    f"tensor {name!r} of {file} is stored as {view.get_dtype()}; supported: "
-                    f"{', '.join(CLAIMED_KINDS)}"
+                    f"tensor {name!r} of {file} is stored as {view.get_dtype()}; supported: {', '.join(CLAIMED_KINDS)}"
                 )
             self._infos[name] = TensorInfo(tuple(view.get_shape()), view.get_dtype(), file)
         return names

@@ -55,6 +55,4 @@ class TensorSource(Protocol):
 def unknown_tensor(name: str, source: TensorSource) -> ValueError:
     """The error for a name that `source` does not hold."""
     some = ", ".join(list(source.names())[:5])
-    return ValueError(
-        f"{source.path} has no tensor {name!r}; it has {len(source.names())}, the first: {some}"
-    )
+    return ValueError(f"{source.path} has no tensor {name!r}; it has {len(source.names())}, the first: {some}")

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
-    from jpaged.engine import Engine
     from jpaged.llm import LLM
-    from jpaged.outputs import StreamEvent
+    from jpaged.record.stats import EngineStats
+    from jpaged.record.trace import Trace
     from jpaged.request import (
         BeamSearchOutput,
         BeamSearchParams,
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
         RequestOutput,
         SamplingParams,
     )
-    from jpaged.stats import EngineStats
-    from jpaged.tokenizer import Tokenizer
-    from jpaged.trace import Trace
+    from jpaged.runtime.engine import Engine
+    from jpaged.runtime.outputs import StreamEvent
+    from jpaged.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "EngineConfig": "config",
-    "Engine": "engine",
-    "EngineStats": "stats",
+    "Engine": "runtime.engine",
+    "EngineStats": "record.stats",
     "LLM": "llm",
-    "StreamEvent": "outputs",
+    "StreamEvent": "runtime.outputs",
     "BeamSearchOutput": "request",
     "BeamSearchParams": "request",
     "BeamSearchSequence": "request",
@@ -47,8 +47,8 @@ _HOME = {
     "Logprob": "request",
     "RequestOutput": "request",
     "SamplingParams": "request",
-    "Tokenizer": "tokenizer",
-    "Trace": "trace",
+    "Tokenizer": "text.tokenizer",
+    "Trace": "record.trace",
 }
 
 __all__ = [

@@ -170,7 +170,7 @@ def convert(
     """Read a checkpoint and write it as an Orbax directory that loads without conversion."""
     with _plain_errors():
         quiet_start()
-        from jpaged.models.loading import convert as convert_checkpoint
+        from jpaged.models.load import convert as convert_checkpoint
 
         typer.echo(f"wrote {convert_checkpoint(source, target, dtype)}")
 
@@ -197,10 +197,10 @@ def sizing(
 ) -> None:
     """Work out how many pages, tokens and requests fit. The defaults are Llama 3.1 8B on an 80 GB card."""
     with _plain_errors():
-        from jpaged.sizing import Sizing, dtype_bytes, kv_bytes_per_token, parse_bytes
+        from jpaged.runtime.sizing import Sizing, dtype_bytes, kv_bytes_per_token, parse_bytes
 
         if model is not None:
-            from jpaged.models.loading import load_checkpoint, resolve
+            from jpaged.models.load import load_checkpoint, resolve
 
             config = load_checkpoint(resolve(model)).config
             parameters, layers = config.num_parameters, config.num_layers

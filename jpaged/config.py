@@ -42,7 +42,7 @@ class EngineConfig:
         swap_space_bytes: of the host's pool, where preemption is not "recompute"; None: those of the device's, at most
             4 GiB. It is pinned where the platform does that.
         swap_page_cost: with "auto", what moving a page to the host and back costs, in tokens that are computed in the
-            same time; None: by what is known of the machine and the model, see `jpaged.costs`.
+            same time; None: by what is known of the machine and the model, see `jpaged.runtime.costs`.
         admission: who of the queue comes in first, a policy of `jpaged.policy` or one's own.
         victim: who of those who run makes room last, and is served first; a policy as well.
         trace: keep what every step decides, and all that the engine is told, in `LLM.trace`: for pictures, and to

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 from tqdm import TqdmWarning
 
-from jpaged.beam import BeamSearch
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
-from jpaged.models.config import ModelConfig
 from jpaged.models.llama import load_decoder
-from jpaged.models.loading import load_checkpoint, resolve
-from jpaged.outputs import Beams, Output, StreamEvent
-from jpaged.replay import replay
+from jpaged.models.load import load_checkpoint, resolve
+from jpaged.models.spec import ModelConfig
+from jpaged.record.replay import replay
+from jpaged.record.saving import Saved, to_json
+from jpaged.record.stats import EngineStats, TokenEvent
+from jpaged.record.trace import Trace
 from jpaged.request import (
     BeamSearchOutput,
     BeamSearchParams,
@@ -32,12 +32,12 @@ from jpaged.request import (
     RequestOutput,
     SamplingParams,
 )
-from jpaged.saving import Saved, to_json
-from jpaged.stats import EngineStats, TokenEvent
+from jpaged.runtime.beam_search import BeamSearch
+from jpaged.runtime.engine import Engine
+from jpaged.runtime.outputs import Beams, Output, StreamEvent
+from jpaged.runtime.prepare import stop_ids
 from jpaged.step import EngineState
-from jpaged.submission import stop_ids
-from jpaged.tokenizer import Tokenizer
-from jpaged.trace import Trace
+from jpaged.text.tokenizer import Tokenizer
 
 with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain bar
     warnings.simplefilter("ignore", TqdmWarning)
@@ -187,8 +187,8 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
     ) -> list[BeamSearchOutput]:
-        """The most probable continuations of prompts, by beam search; see `jpaged.beam`. A prompt is computed once, and
-        beams share pages as far as they are the same.
+        """The most probable continuations of prompts, by beam search; see `jpaged.runtime.beam_search`. A prompt is
+        computed once, and beams share pages as far as they are the same.
 
         Args:
             prompts, use_tqdm: as in `generate`.
@@ -555,7 +555,8 @@ class LLM:
 
     def replay(self, until: int | None = None) -> EngineState:
         """Does again, beside the engine, what it was told, up to and with step `until` (None: all), compares every step
-        with the trace to the bit, and returns the state there; see `jpaged.replay`. It takes memory for another pool.
+        with the trace to the bit, and returns the state there; see `jpaged.record.replay`. It takes
+        memory for another pool.
 
         Raises:
             ValueError: there is no trace, no such step in it, or other weights were taken before it.

@@ -38,7 +38,7 @@ class Candidates:
 class Waiting(Candidates):
     """What an admission policy knows of the requests in the queue."""
 
-    known: jax.Array  # [N] int32, tokens of the prompt, and those generated before it was preempted
+    num_tokens: jax.Array  # [N] int32, tokens of the prompt, and those generated before it was preempted
     cached_tokens: jax.Array  # [N] int32, of its first ones, those that are computed already, as far as hashes say
 
 

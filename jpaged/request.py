@@ -64,9 +64,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             _check("max_tokens", self.max_tokens, int, lambda v: v >= 1, "at least 1, or None")
             if self.min_tokens > self.max_tokens:
-                raise ValueError(
-                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
-                )
+                raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if self.seed is not None:
             _check("seed", self.seed, int, lambda v: 0 <= v < 2**32, "in [0, 2**32), or None")
         for token in self.stop_token_ids:
@@ -77,7 +75,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How to search for the most probable continuations of a prompt; see `jpaged.beam`.
+    """How to search for the most probable continuations of a prompt; see `jpaged.runtime.beam_search`.
 
     Args:
         beam_width: continuations that go on at a time, and that come out.

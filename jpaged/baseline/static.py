@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.engine import FINISH_REASONS
-from jpaged.models.config import ModelConfig
+from jpaged.models.spec import ModelConfig
 from jpaged.pool import Decoder, KVPool, StepBatch
+from jpaged.record.stats import EngineStats, StepStats, TokenEvent
 from jpaged.request import FinishReason, Request
-from jpaged.stats import EngineStats, StepStats, TokenEvent
+from jpaged.runtime.engine import FINISH_REASONS
+from jpaged.runtime.prepare import check_request, fill_row
 from jpaged.step import Finish, Submission
-from jpaged.step.sample import SampleInputs, sample
+from jpaged.step.sampling.sample import SampleInputs, sample
 from jpaged.step.state import NO_TOKEN
-from jpaged.submission import check_request, fill_row
 
 #: Prompt tokens of each row that one step computes.
 CHUNK = 16
@@ -41,7 +41,7 @@ class StaticState:
 
     pool: KVPool  # page 1 + r belongs to row r
     rows: Submission  # [N], the requests; `tokens` grow
-    known: jax.Array  # [N] int32, tokens of prompt and output
+    num_tokens: jax.Array  # [N] int32, tokens of prompt and output
     finish: jax.Array  # [N] int32, a Finish
 
 
@@ -66,7 +66,7 @@ def _batch(state: StaticState, first: jax.Array, count: int, logit: jax.Array) -
 def _advance(decoder: Decoder, params: Any, state: StaticState, batch: StepBatch, due: jax.Array):
     """Computes `batch` and gives the rows of `due` `[N] bool` a token. Returns the state and what came out."""
     logits, pool = decoder(params, state.pool, batch)
-    rows, known = state.rows, state.known
+    rows, known = state.rows, state.num_tokens
     early = known < rows.min_len
     inputs = SampleInputs(
         temperature=jnp.where(due, rows.temperature, 0), top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p,
@@ -87,7 +87,7 @@ def _advance(decoder: Decoder, params: Any, state: StaticState, batch: StepBatch
 
 def prefill(decoder: Decoder, params: Any, state: StaticState, chunk: jax.Array):
     """Computes the prompt tokens number `chunk * CHUNK` and on of every row."""
-    first = jnp.full_like(state.known, chunk * CHUNK)
+    first = jnp.full_like(state.num_tokens, chunk * CHUNK)
     last = state.rows.prompt_len - 1 - first
     due = state.rows.valid & (last >= 0) & (last < CHUNK)
     batch = _batch(state, first, CHUNK, jnp.clip(last, 0, CHUNK - 1))
@@ -97,7 +97,7 @@ def prefill(decoder: Decoder, params: Any, state: StaticState, chunk: jax.Array)
 def decode(decoder: Decoder, params: Any, state: StaticState, step: jax.Array):
     """Computes one token of every row: the last one, or for a row that has ended one more place of its memory."""
     running = state.rows.valid & (state.finish == Finish.NOT)
-    first = jnp.where(running, state.known - 1, jnp.max(state.rows.prompt_len) + step)
+    first = jnp.where(running, state.num_tokens - 1, jnp.max(state.rows.prompt_len) + step)
     return _advance(decoder, params, state, _batch(state, first, 1, jnp.zeros_like(first)), running)
 
 
@@ -261,7 +261,7 @@ class StaticEngine:
         self._wasted += computed - useful
         assert self._state is not None
         # What an ended request left in its row is of no use to anyone any more.
-        known = np.asarray(self._state.known)[list(self._running)]
+        known = np.asarray(self._state.num_tokens)[list(self._running)]
         prompt_so_far = np.minimum(known, self._chunk * CHUNK) if self._step == 0 else known
         self.history.append(
             StepStats(

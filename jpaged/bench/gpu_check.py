@@ -29,10 +29,10 @@ from jpaged.baseline.static import StaticEngine
 from jpaged.bench.measure import EngineAdapter, first_difference
 from jpaged.bench.workload import synthetic_workload
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
-from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.llama import abstract_decoder
+from jpaged.models.spec import ModelConfig, RopeScaling
 from jpaged.request import Request, SamplingParams
+from jpaged.runtime.engine import Engine
 from pallas_kernels import paged_attention
 from pallas_kernels.cards import target_card
 from pallas_kernels.paged_attention.cases import BENCHMARKS, CASES, Case, operands

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged.bench.measure import Measurement, StepSample
-from jpaged.stats import Spread
+from jpaged.record.stats import Spread
 
 #: quantities whose ratio between two engines is reported
 RATIO_KEYS = (

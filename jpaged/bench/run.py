@@ -22,10 +22,10 @@ from jpaged.bench.measure import EngineAdapter, peak_rss_bytes
 from jpaged.bench.report import RunResult
 from jpaged.bench.workload import Workload
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
-from jpaged.models.config import ModelConfig
 from jpaged.models.llama import load_decoder
-from jpaged.models.loading import load_checkpoint, resolve
+from jpaged.models.load import load_checkpoint, resolve
+from jpaged.models.spec import ModelConfig
+from jpaged.runtime.engine import Engine
 
 
 def fit_config(config: EngineConfig, workload: Workload) -> EngineConfig:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.models.config import ModelConfig
 from jpaged.models.layers import rms_norm, rope_frequencies, rope_tables, rotate
+from jpaged.models.spec import ModelConfig
 from jpaged.parallel.rules import BY_HEAD, EVERYWHERE, POOL, brought_together, over_kv_heads
 from jpaged.pool import SCRATCH_PAGE, KVPool, StepBatch
 from pallas_kernels import kv_write, paged_attention

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpaged.models.config import ModelConfig, RopeScaling
+from jpaged.models.spec import ModelConfig, RopeScaling
 
 #: Hugging Face architectures, and the family whose code runs them
 HF_ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
@@ -110,9 +110,7 @@ def parse_hf_config(
         outer = {"text_config", "tie_word_embeddings", "bos_token_id", "eos_token_id"} | _HF_HARMLESS
         _refuse_unknown(set(config) - outer, place)
         inner = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
-        return parse_hf_config(
-            {**inner, **config["text_config"]}, generation_config, f"text_config in {place}"
-        )
+        return parse_hf_config({**inner, **config["text_config"]}, generation_config, f"text_config in {place}")
 
     fields = _Fields(config, place)
     architecture = _architecture(config, place)
@@ -159,9 +157,7 @@ def parse_hf_config(
 
 
 def _architecture(config: Mapping[str, Any], place: str) -> str:
-    named = config.get("architectures") or [
-        _MODEL_TYPES.get(str(config.get("model_type")), config.get("model_type"))
-    ]
+    named = config.get("architectures") or [_MODEL_TYPES.get(str(config.get("model_type")), config.get("model_type"))]
     if not isinstance(named, Sequence) or len(named) != 1 or named[0] not in HF_ARCHITECTURES:
         raise ValueError(f"architectures of {place} is {named!r}; supported: {', '.join(HF_ARCHITECTURES)}")
     return named[0]
@@ -214,9 +210,7 @@ def _hf_scaling(fields: _Fields, key: str) -> RopeScaling | None:
     scaling = None
     if kind == "linear":
         scaling = RopeScaling("linear", inner.number("factor"))
-        inner.get(
-            "original_max_position_embeddings"
-        )  # recorded by some tools; linear scaling does not read it
+        inner.get("original_max_position_embeddings")  # recorded by some tools; linear scaling does not read it
     elif kind == "llama3":
         scaling = RopeScaling(
             "llama3",
@@ -229,9 +223,7 @@ def _hf_scaling(fields: _Fields, key: str) -> RopeScaling | None:
     return scaling
 
 
-def parse_gguf_config(
-    metadata: Mapping[str, Any], rope_factors: Sequence[float] | None = None
-) -> ModelConfig:
+def parse_gguf_config(metadata: Mapping[str, Any], rope_factors: Sequence[float] | None = None) -> ModelConfig:
     """The model that GGUF metadata describes.
 
     Args:
@@ -250,9 +242,7 @@ def parse_gguf_config(
             f"{', '.join(GGUF_ARCHITECTURES)}"
         )
     if metadata.get("split.count", 1) > 1:
-        raise ValueError(
-            "split.count says the model is in several files: join them (llama-gguf-split --merge)"
-        )
+        raise ValueError("split.count says the model is in several files: join them (llama-gguf-split --merge)")
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     fields = _Fields(own, f"{prefix}* in the GGUF metadata")
@@ -293,9 +283,7 @@ def parse_gguf_config(
         max_position_embeddings=fields.integer("context_length"),
         # the file says it by leaving the head out; whoever reads the tensors knows
         tie_word_embeddings=False,
-        sliding_window=fields.integer("attention.sliding_window")
-        if "attention.sliding_window" in own
-        else None,
+        sliding_window=fields.integer("attention.sliding_window") if "attention.sliding_window" in own else None,
         bos_token_id=ids["bos"][0] if ids["bos"] else None,
         eos_token_ids=tuple(dict.fromkeys(ids["eos"] + ids["eot"] + ids["eom"])),
     )

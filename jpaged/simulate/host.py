@@ -15,15 +15,15 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.costs import CostModel
 from jpaged.policy import Policy
+from jpaged.record.trace import unstacked
+from jpaged.runtime.costs import CostModel
 from jpaged.simulate.clock import Clock
 from jpaged.simulate.result import SimulatedRun, Simulation
 from jpaged.simulate.traced import Asked, Program, Run, many_steps
 from jpaged.simulate.traffic import Traffic
 from jpaged.step import StepRecord, make_state
-from jpaged.step.order import queue_order, running_order
-from jpaged.trace import unstacked
+from jpaged.step.scheduling.order import queue_order, running_order
 
 #: Steps of one device call: after each the host looks who has ended.
 STEPS = 256
@@ -51,9 +51,9 @@ def simulate(
     outputs, as with greedy decoding.
 
     Args:
-        config: of the engine; `num_pages` must be set (`jpaged.sizing.size_model` says how many a memory holds).
-            `max_model_len` None: that of the longest request, which is fastest. Bursts have one step, whatever it says,
-            and every step may compute `max_num_batched_tokens`.
+        config: of the engine; `num_pages` must be set (`jpaged.runtime.sizing.size_model` says how many a memory
+            holds). `max_model_len` None: that of the longest request, which is fastest. Bursts have one step, whatever
+            it says, and every step may compute `max_num_batched_tokens`.
         costs: how long a step takes. It pays for the smallest of `config.budgets` that holds its tokens.
         policies: for admission; or by name, a pair where victims are chosen by another than `config.victim`. None:
             those of `config`.
@@ -67,7 +67,7 @@ def simulate(
     """
     start = time.perf_counter()
     if config.num_pages is None:
-        raise ValueError("a simulation needs num_pages; jpaged.sizing.size_model says how many a memory holds")
+        raise ValueError("a simulation needs num_pages; jpaged.runtime.sizing.size_model says how many a memory holds")
     if config.preemption != "recompute":
         raise ValueError(
             f"a simulation knows no pool on the host: preemption must be 'recompute', got {config.preemption!r}"

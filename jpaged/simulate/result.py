@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged.config import EngineConfig
-from jpaged.costs import CostModel
+from jpaged.record.stats import Spread
+from jpaged.runtime.costs import CostModel
 from jpaged.simulate.traffic import Traffic
-from jpaged.stats import Spread
 from jpaged.step import StepRecord
 from jpaged.viz.pages import COLOURS, LINE_STYLES, Picture
 

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.costs import CostModel
 from jpaged.models.nothing import NoModel
 from jpaged.policy import Policy
 from jpaged.pool import SCRATCH_PAGE, KVPool, StepBatch
+from jpaged.runtime.costs import CostModel
 from jpaged.simulate.clock import Clock
 from jpaged.simulate.traffic import Traffic, tokens_of
 from jpaged.step import EngineState, Finish, Status, StepRecord, Submission, evict, make_state, step, submit
-from jpaged.step.prefix import spread
+from jpaged.step.sharing.index import spread
 
 #: Requests that are put into the state at once; what is left over follows before the step.
 _FED_AT_ONCE = 8
@@ -178,7 +178,7 @@ def _once(program: Program, asked: Asked, arrival: Clock, number: jax.Array, run
     state = step(Meter(), None, state, budget=config.max_num_batched_tokens)
     state = replace(state, admission=config.admission, victim=config.victim)
 
-    record, known = state.record, state.requests.known[state.slots.request]
+    record, known = state.record, state.requests.num_tokens[state.slots.request]
     tokens = jnp.sum(record.scheduled, dtype=jnp.int32)
     budgets = jnp.asarray(config.budgets, jnp.int32)
     padded = jnp.min(jnp.where(budgets >= tokens, budgets, config.max_num_batched_tokens))

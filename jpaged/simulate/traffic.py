@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.step.prefix import token_hash
+from jpaged.step.sharing.index import token_hash
 
 #: Requests of one simulation: their numbers are int32.
 _MOST = 2**31 - 2

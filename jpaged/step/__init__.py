@@ -5,11 +5,10 @@ state = submit(state, batch)
 state = step(decoder, params, state, budget=16)
 """
 
-from jpaged.step.beam import advance
 from jpaged.step.check import violations
-from jpaged.step.evict import evict
-from jpaged.step.exchange import exchange
-from jpaged.step.fork import fork
+from jpaged.step.scheduling.evict import evict
+from jpaged.step.sharing.beam import advance
+from jpaged.step.sharing.fork import fork
 from jpaged.step.state import (
     NO_UID,
     EngineState,
@@ -24,7 +23,8 @@ from jpaged.step.state import (
     submit,
 )
 from jpaged.step.step import demand, run, step
-from jpaged.step.swap import Moves
+from jpaged.step.swap.exchange import exchange
+from jpaged.step.swap.table import Moves
 
 __all__ = [
     "NO_UID", "EngineState", "Finish", "Moves", "Requests", "Slots", "Status", "StepRecord", "Submission", "abort",

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE
-from jpaged.step.prefix import root_hash, token_hash
+from jpaged.step.sharing.index import root_hash, token_hash
 from jpaged.step.state import NO_ROW, EngineState, Requests, Status
-from jpaged.step.swap import NO_CHUNK
+from jpaged.step.swap.table import NO_CHUNK
 
 
 def violations(state: EngineState) -> list[str]:
@@ -18,9 +18,9 @@ def violations(state: EngineState) -> list[str]:
     refcount = np.asarray(state.refcount)
     slots, requests = state.slots, state.requests
     occupied, request = np.asarray(slots.occupied), np.asarray(slots.request)
-    computed, num_pages = np.asarray(slots.computed), np.asarray(slots.num_pages)
+    computed, num_pages = np.asarray(slots.num_computed_tokens), np.asarray(slots.num_pages)
     table, page_size = np.asarray(slots.page_table), state.pool.page_size
-    status, known = np.asarray(requests.status), np.asarray(requests.known)
+    status, known = np.asarray(requests.status), np.asarray(requests.num_tokens)
 
     named = np.zeros_like(refcount)
     for slot in range(len(occupied)):
@@ -68,14 +68,14 @@ def _violations_of_swap(state: EngineState) -> list[str]:
     swap, status = jax.tree.map(np.asarray, state.swap), np.asarray(state.requests.status)
     named = np.zeros(swap.num_chunks, np.int64)
     for row, chunks in enumerate(swap.table):
-        own, computed = chunks[chunks != NO_CHUNK], swap.computed[row]
+        own, computed = chunks[chunks != NO_CHUNK], swap.num_computed_tokens[row]
         np.add.at(named, own, 1)
         pages = -(-computed // state.pool.page_size)
         if len(own) != -(-pages // CHUNK_PAGES) or (chunks[: len(own)] == NO_CHUNK).any():
             wrong.append(f"row {row} has {computed} tokens on the host, in the chunks {chunks.tolist()}")
         if computed and status[row] not in (Status.WAITING, Status.ABORTED):
             wrong.append(f"row {row} has pages on the host, and its status is {Status(status[row]).name}")
-        if computed > state.requests.known[row]:
+        if computed > state.requests.num_tokens[row]:
             wrong.append(f"row {row} has more tokens on the host than it knows")
     if (named != ~swap.free).any():
         chunks = np.flatnonzero(named != ~swap.free)
@@ -85,14 +85,14 @@ def _violations_of_swap(state: EngineState) -> list[str]:
 
 def _violations_of_a_fork(requests: Requests, row: int) -> list[str]:
     """The same for one that has not begun."""
-    parent, known = int(requests.parent[row]), int(requests.known[row])
+    parent, known = int(requests.parent[row]), int(requests.num_tokens[row])
     if requests.status[row] not in (Status.WAITING, Status.ABORTED, Status.FREE):
         return [f"row {row} has begun and waits for row {parent} still"]
     if requests.status[row] != Status.WAITING:
         return []
     if requests.status[parent] == Status.FREE:
         return [f"row {row} waits for row {parent}, which has gone"]
-    same = requests.namespace[row] == requests.namespace[parent] and known <= requests.known[parent]
+    same = requests.namespace[row] == requests.namespace[parent] and known <= requests.num_tokens[parent]
     if not same or (requests.tokens[row, :known] != requests.tokens[parent, :known]).any():
         return [f"row {row} is a fork of row {parent}, but has other tokens"]
     return []
@@ -105,7 +105,7 @@ def _violations_of_sharing(state: EngineState) -> list[str]:
         jax.tree.map(np.asarray, part) for part in (state.prefixes, state.slots, state.requests)
     )
     refcount, page_size = np.asarray(state.refcount), state.pool.page_size
-    findable, before = prefixes.findable, prefixes.before
+    findable, before = prefixes.cached, prefixes.before
     if findable[SCRATCH_PAGE] or (findable.any() and not prefixes.enabled):
         wrong.append("pages can be found that must not: the scratch page, or any where nothing is shared")
     holds: dict[tuple, int] = {}
@@ -135,15 +135,15 @@ def _violations_of_sharing(state: EngineState) -> list[str]:
     shared: dict[int, tuple] = {}
     for slot in np.flatnonzero(slots.occupied):
         row, entered = slots.request[slot], slots.entered[slot]
-        if entered > slots.computed[slot] // page_size:
-            wrong.append(f"slot {slot}: {entered} full pages entered of {slots.computed[slot]} tokens")
+        if entered > slots.num_computed_tokens[slot] // page_size:
+            wrong.append(f"slot {slot}: {entered} full pages entered of {slots.num_computed_tokens[slot]} tokens")
         for column in range(slots.num_pages[slot]):
             page = slots.page_table[slot, column]
             tokens = requests.tokens[row, column * page_size : (column + 1) * page_size]
             prefix = requests.namespace[row], requests.tokens[row, : (column + 1) * page_size].tolist()
             if column >= entered and (findable[page] or (prefixes.enabled and refcount[page] != 1)):
                 wrong.append(f"slot {slot}: page {page} is shared before it is computed and entered")
-            elif refcount[page] > 1 and (column + 1) * page_size > slots.computed[slot]:
+            elif refcount[page] > 1 and (column + 1) * page_size > slots.num_computed_tokens[slot]:
                 wrong.append(f"slot {slot}: page {page} is shared, and it is not full")
             elif refcount[page] > 1 and shared.setdefault(page, prefix) != prefix:
                 wrong.append(f"slot {slot}: page {page} is shared with a request of other tokens")
@@ -154,7 +154,7 @@ def _violations_of_sharing(state: EngineState) -> list[str]:
             ):
                 wrong.append(f"slot {slot}: page {page} does not hold the request's page {column}")
     for row in np.flatnonzero(np.isin(requests.status, (Status.WAITING, Status.RUNNING))):
-        tokens = requests.tokens[row, : requests.known[row]]
+        tokens = requests.tokens[row, : requests.num_tokens[row]]
         hashes = token_hash(tokens, np.arange(len(tokens))).cumsum(axis=0, dtype=np.uint32)
         hashes = hashes + root_hash(requests.namespace[row : row + 1])
         ends = np.minimum(np.arange(page_size, len(tokens) + page_size, page_size), len(tokens)) - 1

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step.prefix import LOOKUP_PAGES
+from jpaged.step.sharing.index import LOOKUP_PAGES
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Placed:
     """Pages that slots got, slot after slot and column after column; the first `count` of N entries. On the host, where
-    `jpaged.trace` keeps them, there are no others."""
+    `jpaged.record.trace` keeps them, there are no others."""
 
     page: jax.Array  # [N] int32; SCRATCH_PAGE where unused
     slot: jax.Array  # [N] int32
@@ -54,7 +54,7 @@ class Decisions:
     found: Placed  # computed already, by who came in; a fork's of its parent
     taken: Placed  # new, to compute into
     shared: Placed  # computed by others, by who ran: in place of an equal page of its own, or after its last
-    findable: jax.Array  # [ceil(P / 8)] uint8, a bit for each page: whether others can find what it holds now
+    cached: jax.Array  # [ceil(P / 8)] uint8, a bit for each page: whether others can find what it holds now
 
     @classmethod
     def empty(
@@ -67,7 +67,7 @@ class Decisions:
             preempted=jnp.zeros(slots, jnp.int32), kept=jnp.zeros(slots, jnp.int32),
             restored=Placed.empty(most_restored), found=Placed.empty(found), taken=Placed.empty(begun),
             shared=Placed.empty(min(slots * columns, found + begun)),
-            findable=jnp.zeros(-(-(1 + num_pages) // 8), jnp.uint8),
+            cached=jnp.zeros(-(-(1 + num_pages) // 8), jnp.uint8),
         )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def decided(
     preempted: jax.Array,
     kept: jax.Array,
     restored: Placed | None,
-    findable: jax.Array,
+    cached: jax.Array,
     most_pages: int,
 ) -> Decisions:
     """What a step decided.
@@ -111,4 +111,4 @@ def decided(
         placed(before, after, lists.most)
         for before, after, lists in zip(tables[:-1], tables[1:], (last.found, last.taken, last.shared), strict=True)
     )
-    return Decisions(preempted, kept, restored or Placed.empty(0), found, taken, shared, jnp.packbits(findable))
+    return Decisions(preempted, kept, restored or Placed.empty(0), found, taken, shared, jnp.packbits(cached))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jpaged.step.prefix import spread
+from jpaged.step.sharing.index import spread
 
 
 def page_at(page_table: jax.Array, column: jax.Array) -> jax.Array:

@@ -24,8 +24,8 @@ from jpaged.policy import Policy, by_priority
 from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE, KVPool
 from jpaged.request import MAX_STOP_TOKENS
 from jpaged.step.decisions import Decisions
-from jpaged.step.prefix import LOOKUP_PAGES, Prefixes, prefix_hashes
-from jpaged.step.swap import Swap
+from jpaged.step.sharing.index import LOOKUP_PAGES, Prefixes, prefix_hashes
+from jpaged.step.swap.table import Swap
 
 
 class Status(IntEnum):
@@ -64,11 +64,11 @@ class Requests:
     uid: jax.Array  # [R] int32, the caller's name for it
     arrival: jax.Array  # [R] int32, place in the order of submission
     priority: jax.Array  # [R] int32, for policies; the smaller goes first
-    tokens: jax.Array  # [R, T] int32, prompt and output; only the first `known` mean anything
-    known: jax.Array  # [R] int32, tokens of prompt and output so far
+    tokens: jax.Array  # [R, T] int32, prompt and output; only the first `num_tokens` mean anything
+    num_tokens: jax.Array  # [R] int32, tokens of prompt and output so far
     prompt_len: jax.Array  # [R] int32
-    max_len: jax.Array  # [R] int32, ends when `known` reaches it
-    min_len: jax.Array  # [R] int32, no stop token is sampled while `known` is less
+    max_len: jax.Array  # [R] int32, ends when `num_tokens` reaches it
+    min_len: jax.Array  # [R] int32, no stop token is sampled while `num_tokens` is less
     stop_ids: jax.Array  # [R, K] int32, tokens that end it; NO_TOKEN where unused
     temperature: jax.Array  # [R] float32, 0: greedy
     top_k: jax.Array  # [R] int32, 0: all
@@ -76,7 +76,7 @@ class Requests:
     min_p: jax.Array  # [R] float32
     seed: jax.Array  # [R] uint32, with the position it makes the sampling key
     namespace: jax.Array  # [R] int32, only requests of one namespace share pages
-    prefix_hash: jax.Array  # [R, M, 2] uint32, of all tokens up to the end of each page, or up to `known`
+    prefix_hash: jax.Array  # [R, M, 2] uint32, of all tokens up to the end of each page, or up to `num_tokens`
     cached_tokens: jax.Array  # [R] int32, tokens of the prompt that it found computed; not those found when resumed
     preempted: jax.Array  # [R] bool, whether it has ever lost its slot
     held: jax.Array  # [R] bool, whether it is given no token, but offers candidates; see `beam`
@@ -99,7 +99,7 @@ class Slots:
 
     occupied: jax.Array  # [S] bool
     request: jax.Array  # [S] int32, row of Requests; meaningless where not occupied
-    computed: jax.Array  # [S] int32, tokens whose keys and values are in the pool
+    num_computed_tokens: jax.Array  # [S] int32, tokens whose keys and values are in the pool
     entered: jax.Array  # [S] int32, full pages that were offered to others already; see `share.enter`
     num_pages: jax.Array  # [S] int32, pages in the table
     page_table: jax.Array  # [S, M] int32, page of each page_size tokens; SCRATCH_PAGE where unused
@@ -200,7 +200,7 @@ class EngineState:
     @property
     def cached_pages(self) -> jax.Array:
         """Pages that nobody uses and that can be found."""
-        return jnp.sum((self.refcount == 0) & self.prefixes.findable, dtype=jnp.int32)
+        return jnp.sum((self.refcount == 0) & self.prefixes.cached, dtype=jnp.int32)
 
     @property
     def free_pages(self) -> jax.Array:
@@ -232,7 +232,7 @@ def make_state(
     requests = Requests(
         status=row_ints, uid=row_ints, arrival=row_ints, priority=row_ints,
         tokens=jnp.zeros((rows, config.max_model_len), jnp.int32),
-        known=row_ints, prompt_len=row_ints, max_len=row_ints, min_len=row_ints,
+        num_tokens=row_ints, prompt_len=row_ints, max_len=row_ints, min_len=row_ints,
         stop_ids=jnp.full((rows, MAX_STOP_TOKENS), NO_TOKEN, jnp.int32),
         temperature=jnp.zeros(rows, jnp.float32), top_k=row_ints, top_p=jnp.ones(rows, jnp.float32),
         min_p=jnp.zeros(rows, jnp.float32), seed=jnp.zeros(rows, jnp.uint32), namespace=row_ints,
@@ -254,7 +254,7 @@ def make_state(
         refcount=jnp.zeros(1 + config.num_pages, jnp.int32).at[SCRATCH_PAGE].set(1),
         prefixes=Prefixes.empty(config.num_pages, config.page_size, enabled=config.enable_prefix_caching),
         slots=Slots(
-            occupied=jnp.zeros(slots, bool), request=slot_ints, computed=slot_ints, entered=slot_ints,
+            occupied=jnp.zeros(slots, bool), request=slot_ints, num_computed_tokens=slot_ints, entered=slot_ints,
             num_pages=slot_ints,
             page_table=jnp.full((slots, pages), SCRATCH_PAGE, jnp.int32),
         ),
@@ -358,7 +358,7 @@ def submit(state: EngineState, batch: Submission) -> EngineState:
         **carried,
         status=requests.status.at[row].set(Status.WAITING, mode="drop"),
         arrival=requests.arrival.at[row].set(arrival, mode="drop"),
-        known=requests.known.at[row].set(batch.prompt_len, mode="drop"),
+        num_tokens=requests.num_tokens.at[row].set(batch.prompt_len, mode="drop"),
         prefix_hash=requests.prefix_hash.at[row].set(hashes, mode="drop"),
         cached_tokens=requests.cached_tokens.at[row].set(0, mode="drop"),
         preempted=requests.preempted.at[row].set(False, mode="drop"),

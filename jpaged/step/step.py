@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import Decoder, StepBatch
-from jpaged.step.admit import admit
 from jpaged.step.decisions import decided
-from jpaged.step.evict import evict, preempt
-from jpaged.step.fork import copy_tails, disown
-from jpaged.step.pack import pack
-from jpaged.step.prefix import token_hash
-from jpaged.step.sample import SampleInputs, sample
-from jpaged.step.sample import candidates as most_probable
-from jpaged.step.schedule import grant, most_pages, schedule
-from jpaged.step.share import attach, book_pages, enter
+from jpaged.step.sampling.sample import SampleInputs, sample
+from jpaged.step.sampling.sample import candidates as most_probable
+from jpaged.step.scheduling.admit import admit
+from jpaged.step.scheduling.evict import evict, preempt
+from jpaged.step.scheduling.grant import grant, most_pages, schedule
+from jpaged.step.scheduling.pack import pack
+from jpaged.step.sharing.fork import copy_tails, disown
+from jpaged.step.sharing.index import token_hash
+from jpaged.step.sharing.lookup import attach, book_pages, enter
 from jpaged.step.state import NO_TOKEN, EngineState, Finish, Status, StepRecord
 
 
@@ -91,7 +91,7 @@ def _trace(state: EngineState, evicted: EngineState, stages: list[EngineState], 
     preempted = jnp.where(lost, evicted.requests.uid[evicted.slots.request], 0)
     tables, kept = [stage.slots.page_table for stage in stages], stages[0].slots.num_pages
     restored = None if evicted.swap is None else evicted.swap.notes.placed
-    now = decided(last, tables, preempted, kept, restored, state.prefixes.findable, most_pages(state, budget))
+    now = decided(last, tables, preempted, kept, restored, state.prefixes.cached, most_pages(state, budget))
     return replace(state, record=replace(state.record, decisions=now))
 
 
@@ -127,10 +127,10 @@ def _finish(
 
     token, logprob, healthy, offers, offered_logprobs = map(to_slots, found)
     row = slots.request
-    computed = slots.computed + tokens
-    due = slots.occupied & (tokens > 0) & (computed == requests.known[row])
+    computed = slots.num_computed_tokens + tokens
+    due = slots.occupied & (tokens > 0) & (computed == requests.num_tokens[row])
     sampled = due & healthy & ~requests.held[row]
-    known = requests.known[row] + sampled.astype(jnp.int32)
+    known = requests.num_tokens[row] + sampled.astype(jnp.int32)
     stops = sampled & jnp.any(requests.stop_ids[row] == token[:, None], axis=1)
     full = sampled & (known >= requests.max_len[row])
     finish = jnp.where(stops, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.NOT))
@@ -149,7 +149,7 @@ def _finish(
         requests,
         prefix_hash=requests.prefix_hash.at[new_row, page].set(hash_, mode="drop"),
         tokens=requests.tokens.at[new_row, known - 1].set(token, mode="drop"),
-        known=requests.known.at[new_row].set(known, mode="drop"),
+        num_tokens=requests.num_tokens.at[new_row].set(known, mode="drop"),
         status=requests.status.at[end_row].set(Status.FINISHED, mode="drop"),
         parent=disown(requests, failed),
     )
@@ -160,7 +160,7 @@ def _finish(
         computed_tokens=state.counters.computed_tokens + total,
         padded_tokens=state.counters.padded_tokens + budget - total,
     )
-    slots = replace(slots, computed=computed)
+    slots = replace(slots, num_computed_tokens=computed)
     record = replace(
         state.record,  # what was noted on the way
         uid=jnp.where(slots.occupied, requests.uid[row], 0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from jpaged.engine import Engine
+from jpaged.runtime.engine import Engine
 from jpaged.viz.pages import plot_pages
 
 
@@ -25,13 +25,13 @@ def engine_pages(engine: Engine, step: int | None = None) -> Figure:
     history = list(engine.history) if trace is None else trace.history
     if trace is None or not history:
         state = engine.state
-        parts = state.slots.page_table, state.prefixes.findable, state.requests.uid[state.slots.request]
-        page_table, findable, uids = (np.asarray(part) for part in parts)
+        parts = state.slots.page_table, state.prefixes.cached, state.requests.uid[state.slots.request]
+        page_table, cached, uids = (np.asarray(part) for part in parts)
         labels = [f"request {engine.label(int(uid))}" for uid in uids]
-        return plot_pages(history, page_table, findable, page_size=config.page_size, labels=labels, title="now")
+        return plot_pages(history, page_table, cached, page_size=config.page_size, labels=labels, title="now")
     chosen = step if step is not None else 1 + int(np.argmax([figures.pages_in_use for figures in history]))
     labels = [f"request {trace.label(int(uid))}" for uid in trace.record(chosen).uid]
     return plot_pages(
-        history, trace.page_table(chosen), trace.findable(chosen), page_size=config.page_size, step=chosen,
+        history, trace.page_table(chosen), trace.cached(chosen), page_size=config.page_size, step=chosen,
         labels=labels, title=f"step {chosen}" + (", when most pages were in use" if step is None else ""),
     )  # fmt: skip

@@ -139,7 +139,7 @@ def draw_pages(
     page_table: Any,
     refcounts: Any,
     *,
-    findable: Any = (),
+    cached: Any = (),
     labels: Sequence[str] | None = None,
     columns: int = 16,
     scratch: int = 0,
@@ -150,8 +150,8 @@ def draw_pages(
     Args:
         page_table: `[slots, max_pages]` page numbers in order, `scratch` where unused.
         refcounts: `[num_pages + 1]` how many tables name each page; shared pages (2 and more) are hatched.
-        findable: `[num_pages + 1]` bool, whether another request can find what the page holds
-            (`state.prefixes.findable`); where no table names such a page it is cached, and light grey. Left out:
+        cached: `[num_pages + 1]` bool, whether another request can find what the page holds
+            (`state.prefixes.cached`); where no table names such a page it is cached, and light grey. Left out:
             nothing is cached.
         labels: names of the slots for the legend; by default `slot 0`, `slot 1`, ...
         columns: squares in a line.
@@ -164,9 +164,9 @@ def draw_pages(
     counts = np.asarray(refcounts)
     if counts.ndim != 1 or counts.size < 1:
         raise ValueError(f"refcounts has one axis, [num_pages + 1]; got shape {counts.shape}")
-    cached = np.asarray(findable, bool) if len(findable) else np.zeros(counts.shape, bool)
+    cached = np.asarray(cached, bool) if len(cached) else np.zeros(counts.shape, bool)
     if cached.shape != counts.shape:
-        raise ValueError(f"findable has shape {cached.shape}, refcounts {counts.shape}")
+        raise ValueError(f"cached has shape {cached.shape}, refcounts {counts.shape}")
     if columns < 1:
         raise ValueError(f"columns must be at least 1, got {columns}")
     owners = page_owners(page_table, counts.size - 1, scratch=scratch)
@@ -181,7 +181,7 @@ def draw_pages(
 def plot_pages(
     history: Sequence[PooledStep],
     page_table: Any,
-    findable: Any,
+    cached: Any,
     *,
     page_size: int,
     step: int | None = None,
@@ -192,12 +192,12 @@ def plot_pages(
 
     Args:
         history: the steps in order.
-        page_table, findable, labels: as in `draw_pages`, of the step whose pages are shown.
+        page_table, cached, labels: as in `draw_pages`, of the step whose pages are shown.
         page_size: token slots in a page.
         step: the number of that step, to mark it in the history; None: it is not one of them.
         title: of the grid.
     """
-    cached = np.asarray(findable, bool)
+    cached = np.asarray(cached, bool)
     owners = page_owners(page_table, cached.size - 1)
     named = np.asarray(page_table)
     counts = np.bincount(named[named != SCRATCH_PAGE], minlength=cached.size)

@@ -9,8 +9,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from jpaged.record.trace import Abort, Burst, Restart, Trace
 from jpaged.step import Finish
-from jpaged.trace import Abort, Burst, Restart, Trace
 from jpaged.viz.pages import CACHED_COLOUR, COLOURS, EDGE_COLOUR, SCRATCH_COLOUR, Picture, steps_filled
 
 #: more requests than this are drawn without their names, and without gaps between them

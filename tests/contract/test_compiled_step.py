@@ -24,8 +24,8 @@ from support.tiny import TINY, tiny_decoder
 from jpaged.bench.hlo import report
 from jpaged.bench.scheduling import Sizes
 from jpaged.config import EngineConfig
-from jpaged.host_pool import read_pages, write_pages
 from jpaged.pool import CHUNK_PAGES, KVPool
+from jpaged.runtime.host_pool import read_pages, write_pages
 from jpaged.step import EngineState, abort, demand, exchange, make_state, run, step, submit
 
 SHAPE = {"layers": TINY.num_layers, "kv_heads": TINY.num_kv_heads, "head_dim": TINY.head_dim}

@@ -11,20 +11,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: The layers of jpaged, top first. A package may import those in later lines, and itself.
+#: The layers of jpaged, top first. A module may import those in later lines, and its own package. The longest name
+#: that a module begins with says where it belongs.
 LAYERS = [
     {"jpaged", "jpaged.cli", "jpaged.demo"},  # the doors; `jpaged` itself only names things
     {"jpaged.bench", "jpaged.serve"},
     {"jpaged.llm", "jpaged.baseline"},
-    {"jpaged.viz", "jpaged.replay", "jpaged.outputs", "jpaged.simulate"},
-    {"jpaged.engine", "jpaged.tokenizer"},
-    {"jpaged.beam", "jpaged.costs", "jpaged.submission", "jpaged.trace", "jpaged.snapshot", "jpaged.saving"},
-    {"jpaged.sizing", "jpaged.host_pool", "jpaged.programs"},
+    {"jpaged.viz", "jpaged.record.replay", "jpaged.runtime.outputs", "jpaged.simulate"},
+    {"jpaged.runtime"},
+    {"jpaged.record"},
+    {"jpaged.text", "jpaged.runtime.sizing", "jpaged.runtime.host_pool", "jpaged.runtime.programs"},
     {"jpaged.step"},
     {"jpaged.models"},
     {"jpaged.quant", "jpaged.parallel"},
-    {"jpaged.stats"},
-    {"jpaged.pool", "jpaged.config", "jpaged.request", "jpaged.startup", "jpaged.gguf_vocabulary"},
+    {"jpaged.record.stats"},
+    {"jpaged.pool", "jpaged.config", "jpaged.request", "jpaged.startup"},
     {"jpaged.policy"},
 ]
 #: `step` and `models` are siblings: neither knows the other.
@@ -53,15 +54,16 @@ def imports(module: str, path: Path) -> set[str]:
 
 
 def part(module: str) -> str:
-    """The package or top-level module of jpaged that `module` belongs to."""
-    return ".".join(module.split(".")[:2])
+    """The longest name in LAYERS that `module` is, or is inside of."""
+    names = module.split(".")
+    for length in range(len(names), 1 if len(names) > 1 else 0, -1):
+        if any((name := ".".join(names[:length])) in layer for layer in LAYERS):
+            return name
+    raise AssertionError(f"{module} has no place in LAYERS: give it one")
 
 
 def rank(name: str) -> int:
-    for index, layer in enumerate(LAYERS):
-        if name in layer:
-            return index
-    raise AssertionError(f"{name} has no place in LAYERS: give it one")
+    return next(index for index, layer in enumerate(LAYERS) if name in layer)
 
 
 JPAGED = modules("jpaged")

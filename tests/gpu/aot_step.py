@@ -31,8 +31,8 @@ from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_HALF_B
 from jpaged.bench.hlo import report
 from jpaged.bench.scheduling import Sizes
 from jpaged.config import EngineConfig
-from jpaged.models.config import ModelConfig
 from jpaged.models.llama import abstract_decoder
+from jpaged.models.spec import ModelConfig
 from jpaged.parallel.rules import TENSOR, parameter_shardings, state_shardings
 from jpaged.step import demand, exchange, make_state, run, step
 

@@ -23,7 +23,7 @@ from parity.test_restored import BUDGET, MORE_PAGES, SHAPE, STEPS
 from support.tiny import TINY, tiny_decoder
 
 from jpaged.parallel.rules import TENSOR, parameter_shardings, state_shardings
-from jpaged.snapshot import pack_state, unpack_state
+from jpaged.record.snapshot import pack_state, unpack_state
 from jpaged.step import make_state, run, violations
 
 

@@ -16,10 +16,10 @@ import pytest
 
 from jpaged import LLM, EngineConfig, SamplingParams
 from jpaged.baseline.static import StaticEngine
-from jpaged.engine import Engine
 from jpaged.models.llama import load_decoder
-from jpaged.models.loading import load_checkpoint, resolve
+from jpaged.models.load import load_checkpoint, resolve
 from jpaged.request import Request
+from jpaged.runtime.engine import Engine
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2-greedy.json").read_text())["cases"]
 LONGEST = max(len(c["prompt_token_ids"]) + c["max_tokens"] for c in CASES)

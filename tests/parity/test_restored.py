@@ -13,7 +13,7 @@ from support.drive import Ask, Driver
 from support.tiny import TINY, tiny_decoder
 
 from jpaged.config import EngineConfig
-from jpaged.snapshot import pack_state, unpack_state
+from jpaged.record.snapshot import pack_state, unpack_state
 from jpaged.step import make_state, violations
 
 CONFIG = EngineConfig(page_size=4, num_pages=20, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=40)

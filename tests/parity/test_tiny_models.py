@@ -19,7 +19,7 @@ from support.tiny import TINY, tiny_config, tiny_decoder, tiny_weights
 
 from jpaged.config import EngineConfig
 from jpaged.models import llama
-from jpaged.models.config import RopeScaling
+from jpaged.models.spec import RopeScaling
 from jpaged.step import Finish
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, paged_attention
 
@@ -53,9 +53,7 @@ def program(decoder: llama.LlamaDecoder):
 
 def paged(config, rows, *, stacked=False, budget=BUDGET, max_len=64, page_size=PAGE) -> PagedRows:
     decoder, params = tiny_decoder(config, stacked=stacked)
-    return PagedRows(
-        decoder, params, rows, page_size=page_size, max_len=max_len, budget=budget, call=program(decoder)
-    )
+    return PagedRows(decoder, params, rows, page_size=page_size, max_len=max_len, budget=budget, call=program(decoder))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ def test_decoding_equals_prefill_in_a_batch_of_ragged_rows(implementation, monke
     for row, count in enumerate(begun):
         np.testing.assert_allclose(logits[row], expected[row][:count], atol=1e-4)
     decode = fresh(5)  # as many tokens as rows: the program for decoding
-    decode.pool, decode.table, decode.computed = prefill.pool, prefill.table, prefill.computed
+    decode.pool, decode.table, decode.num_computed_tokens = prefill.pool, prefill.table, prefill.num_computed_tokens
     for step in range(22):
         now = [tokens[n + step : n + step + 1] for tokens, n in zip(texts, begun, strict=True)]
         for row, got in enumerate(decode.feed(now)):

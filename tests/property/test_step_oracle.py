@@ -17,13 +17,14 @@ from support.oracle import OracleEngine, OracleRecord
 from support.stubs import STUB_SHAPE, HistoryDecoder, Traces
 
 from jpaged.config import EngineConfig
-from jpaged.host_pool import HostPool
 from jpaged.policy import first_come_first_served, longest_prefix_hit_first, shortest_prompt_first
 from jpaged.pool import CHUNK_PAGES
-from jpaged.step import EngineState, Status, evict, make_state, share, violations
-from jpaged.step.share import LOOKUP_PAGES
+from jpaged.runtime.host_pool import HostPool
+from jpaged.step import EngineState, Status, evict, make_state, violations
+from jpaged.step.sharing import lookup as share
+from jpaged.step.sharing.lookup import LOOKUP_PAGES
 from jpaged.step.state import NO_ROW
-from jpaged.step.swap import NO_CHUNK
+from jpaged.step.swap.table import NO_CHUNK
 
 NAN_TOKEN = 31
 DECODER = HistoryDecoder(vocab=32, nan_token=NAN_TOKEN)
@@ -164,12 +165,12 @@ class Pair:
             pages = [] if slot is None else slot.pages
             assert state.slots.page_table[index, : len(pages)].tolist() == pages
             assert state.slots.num_pages[index] == len(pages)
-            assert state.slots.computed[index] == (0 if slot is None else slot.computed)
+            assert state.slots.num_computed_tokens[index] == (0 if slot is None else slot.num_computed_tokens)
             assert state.slots.entered[index] == (0 if slot is None else slot.entered)
             if slot is not None:
                 assert oracle.rows[state.slots.request[index]] is slot.request
         assert set(np.flatnonzero(state.refcount == 0).tolist()) == set(oracle.available)
-        assert set(np.flatnonzero(state.prefixes.findable).tolist()) == set(oracle.found.values())
+        assert set(np.flatnonzero(state.prefixes.cached).tolist()) == set(oracle.found.values())
         pages = (self.state.free_pages, self.state.cached_pages)
         assert sum(int(count) for count in pages) + len(oracle.in_use) == self.config.num_pages
         for row, request in enumerate(oracle.rows):
@@ -179,14 +180,14 @@ class Pair:
                 known = len(request.tokens)
                 assert state.requests.uid[row] == request.uid
                 assert state.requests.arrival[row] == request.arrival
-                assert state.requests.known[row] == known
+                assert state.requests.num_tokens[row] == known
                 assert state.requests.cached_tokens[row] == request.cached_tokens
                 parent = state.requests.parent[row]
                 assert (parent == NO_ROW) == (request.parent is None)
                 assert request.parent is None or oracle.rows[parent] is request.parent
                 assert state.requests.tokens[row, :known].tolist() == request.tokens
                 if state.swap is not None:
-                    assert state.swap.computed[row] == request.stored
+                    assert state.swap.num_computed_tokens[row] == request.stored
                     assert [chunk for chunk in state.swap.table[row].tolist() if chunk != NO_CHUNK] == request.chunks
         for name in (
             "submitted", "steps", "computed_tokens", "padded_tokens", "preemptions", "prefix_queries", "prefix_hits"

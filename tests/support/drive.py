@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.host_pool import HostPool
 from jpaged.pool import Decoder
+from jpaged.runtime.host_pool import HostPool
 from jpaged.step import (
     EngineState,
     Finish,

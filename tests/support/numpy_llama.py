@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from jpaged.models.config import ModelConfig
+from jpaged.models.spec import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:

@@ -30,8 +30,8 @@ from jpaged.config import EngineConfig
 from jpaged.policy import by_priority, first_come_first_served, longest_prefix_hit_first, shortest_prompt_first
 from jpaged.pool import CHUNK_PAGES
 from jpaged.step import Finish, Status
-from jpaged.step.fork import COPIES
-from jpaged.step.share import LOOKUP_PAGES
+from jpaged.step.sharing.fork import COPIES
+from jpaged.step.sharing.lookup import LOOKUP_PAGES
 from support.stubs import HistoryDecoder
 
 
@@ -64,7 +64,7 @@ class OracleSlot:
 
     @property
     def want(self) -> int:
-        return len(self.request.tokens) - self.computed
+        return len(self.request.tokens) - self.num_computed_tokens
 
 
 @dataclass
@@ -194,9 +194,11 @@ class OracleEngine:
         if request.parent is None:
             return True
         slot = self.slot_of(request.parent)
-        if slot is None or slot.computed < len(request.tokens) - 1:
+        if slot is None or slot.num_computed_tokens < len(request.tokens) - 1:
             return False
-        return not self.config.enable_prefix_caching or slot.entered == slot.computed // self.config.page_size
+        return (
+            not self.config.enable_prefix_caching or slot.entered == slot.num_computed_tokens // self.config.page_size
+        )
 
     def cached_tokens(self, request: OracleRequest) -> int:
         columns = range(self.shareable(request))
@@ -207,7 +209,7 @@ class OracleEngine:
         return -(-tokens // self.config.page_size)
 
     def new_pages(self, slot: OracleSlot, tokens: int) -> int:
-        return max(self.pages_of(slot.computed + tokens) - len(slot.pages), 0)
+        return max(self.pages_of(slot.num_computed_tokens + tokens) - len(slot.pages), 0)
 
     # Pages
 
@@ -262,7 +264,7 @@ class OracleEngine:
             return
         request, tokens = slot.request, len(found) * self.config.page_size
         slot.pages += found
-        slot.computed += tokens
+        slot.num_computed_tokens += tokens
         slot.entered = len(slot.pages)
         if request.preempted:
             self.seen["recovered"] += tokens
@@ -277,7 +279,7 @@ class OracleEngine:
         slots = [slot for slot in self.slots if slot and slot.request.status == Status.RUNNING]
         asks = []
         for slot in slots:
-            more = 0 if slot.computed % page_size else max(self.shareable(slot.request) - len(slot.pages), 0)
+            more = 0 if slot.num_computed_tokens % page_size else max(self.shareable(slot.request) - len(slot.pages), 0)
             asks.append((slot.request, slot.pages, more))
         for slot, found in zip(slots, self.lookup(asks), strict=True):
             self.pin(slot, found, record)
@@ -285,11 +287,11 @@ class OracleEngine:
 
     def waits(self, slot: OracleSlot) -> bool:
         page_size = self.config.page_size
-        column = slot.computed // page_size
-        if slot.computed % page_size or column >= self.shareable(slot.request):
+        column = slot.num_computed_tokens // page_size
+        if slot.num_computed_tokens % page_size or column >= self.shareable(slot.request):
             return False
         return any(
-            other.computed // page_size == column < len(other.request.tokens) // page_size
+            other.num_computed_tokens // page_size == column < len(other.request.tokens) // page_size
             and self.prefix(other.request, column) == self.prefix(slot.request, column)
             for other in itertools.takewhile(lambda other: other is not slot, self.running())
         )
@@ -298,7 +300,7 @@ class OracleEngine:
         page_size, new = self.config.page_size, set()
         before = dict(self.found)
         for slot in (slot for slot in self.slots if slot):
-            full = slot.computed // page_size if self.config.enable_prefix_caching else 0
+            full = slot.num_computed_tokens // page_size if self.config.enable_prefix_caching else 0
             if slot.request.failed:
                 continue
             columns = range(slot.entered, min(full, slot.entered + most))
@@ -372,14 +374,14 @@ class OracleEngine:
             return
         self.seen["inherited"] += 1
         heir, page_size = orphans[0], self.config.page_size
-        slot.computed = min(slot.computed, len(heir.tokens) - 1)
-        full = slot.computed // page_size
-        if slot.computed % page_size:
+        slot.num_computed_tokens = min(slot.num_computed_tokens, len(heir.tokens) - 1)
+        full = slot.num_computed_tokens // page_size
+        if slot.num_computed_tokens % page_size:
             last = slot.pages[full]
             others = (page for other in self.slots if other and other is not slot for page in other.pages)
             if last in self.found.values() or last in others:
-                slot.computed = full * page_size
-        slot.pages = slot.pages[: self.pages_of(slot.computed)]
+                slot.num_computed_tokens = full * page_size
+        slot.pages = slot.pages[: self.pages_of(slot.num_computed_tokens)]
         slot.entered = min(slot.entered, full)
         slot.request, heir.status = heir, Status.RUNNING
         self.adopt(orphans)
@@ -399,7 +401,7 @@ class OracleEngine:
         wanted = []
         for slot in self.running():
             known = min(len(slot.request.tokens) + ahead - 1, slot.request.max_len)
-            wanted.append((slot, max(known - slot.computed, 0)))
+            wanted.append((slot, max(known - slot.num_computed_tokens, 0)))
         lost = self.make_room(wanted)
         lost += self.make_way(self.unlimited, from_host=True)
         self.preemptions += len(lost)
@@ -410,7 +412,7 @@ class OracleEngine:
                 continue
             page_size = self.config.page_size
             alone = sum(
-                min(page_size, slot.computed - column * page_size)
+                min(page_size, slot.num_computed_tokens - column * page_size)
                 for column, page in enumerate(slot.pages)
                 if named[page] == 1
             )
@@ -422,9 +424,9 @@ class OracleEngine:
             kept = cheaper and room >= 0 and count > 0
             if kept:
                 request.chunks, self.free_chunks = self.free_chunks[:count], self.free_chunks[count:]
-                request.stored = slot.computed
+                request.stored = slot.num_computed_tokens
             else:
-                self.notes.discarded += slot.computed
+                self.notes.discarded += slot.num_computed_tokens
             self.seen["kept on the host"] += kept
             self.seen["too many for the host"] += cheaper and room < 0
             self.seen["cheaper to compute"] += not cheaper
@@ -443,7 +445,7 @@ class OracleEngine:
             assert len(taken) == need
             self.forget(taken)
             slot.pages += taken
-            slot.computed = max(slot.computed, stored)
+            slot.num_computed_tokens = max(slot.num_computed_tokens, stored)
             self.drop_chunks(slot.request)
             self.notes.restored += 1
             self.seen["brought back"] += 1
@@ -459,7 +461,7 @@ class OracleEngine:
         lost = self.make_room(self.grant(budget))
         lost += self.make_way(budget)
         self.preemptions += len(lost)
-        return len(lost), sum(slot.computed for slot in lost)
+        return len(lost), sum(slot.num_computed_tokens for slot in lost)
 
     def make_room(self, granted: list[tuple[OracleSlot, int]]) -> list[OracleSlot]:
         stays = len(granted)
@@ -538,9 +540,9 @@ class OracleEngine:
                 self.prefix_queries += len(request.tokens)
             self.pin(slot, found, record)
             if request.parent:
-                slot.computed = len(request.tokens) - 1
+                slot.num_computed_tokens = len(request.tokens) - 1
                 self.seen["forked"] += 1
-                self.seen["copied"] += slot.computed % self.config.page_size > 0
+                self.seen["copied"] += slot.num_computed_tokens % self.config.page_size > 0
                 request.parent = None
         record.admitted = len(entering)
 
@@ -568,7 +570,7 @@ class OracleEngine:
             assert len(taken) == need, "pages were granted that are not there"
             self.forget(taken)
             slot.pages += taken
-            slot.computed += tokens
+            slot.num_computed_tokens += tokens
             record.uid[index] = slot.request.uid
             record.scheduled[index] = tokens
             record.cached_tokens[index] = slot.request.cached_tokens
@@ -586,7 +588,7 @@ class OracleEngine:
         record.pages_in_use = len(self.in_use)
         record.pages_cached = len(self.cached)
         fill = {
-            page: min(self.config.page_size, slot.computed - column * self.config.page_size)
+            page: min(self.config.page_size, slot.num_computed_tokens - column * self.config.page_size)
             for slot in self.running()
             for column, page in enumerate(slot.pages)
         }
@@ -602,13 +604,15 @@ class OracleEngine:
         for slot, granted_tokens in granted:
             pages = min(self.new_pages(slot, granted_tokens), left)
             left -= pages
-            tokens[id(slot)] = min(granted_tokens, (len(slot.pages) + pages) * self.config.page_size - slot.computed)
+            tokens[id(slot)] = min(
+                granted_tokens, (len(slot.pages) + pages) * self.config.page_size - slot.num_computed_tokens
+            )
             self.seen["cut for want of pages"] += tokens[id(slot)] < granted_tokens
         return tokens
 
     def sample(self, slot: OracleSlot, record: OracleRecord, index: int) -> None:
         request = slot.request
-        preferred = self.decoder.following(request.tokens[: slot.computed])
+        preferred = self.decoder.following(request.tokens[: slot.num_computed_tokens])
         if preferred is None:
             finish, request.failed = Finish.ERROR, True
             for orphan in self.forks_of(request):

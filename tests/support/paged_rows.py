@@ -36,7 +36,7 @@ class PagedRows:
         self.pool = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), pool)
         pages = 1 + np.random.default_rng(0).permutation(rows * columns)
         self.table = pages.reshape(rows, columns).astype(np.int32)
-        self.computed = np.zeros(rows, np.int32)
+        self.num_computed_tokens = np.zeros(rows, np.int32)
 
     def feed(self, given: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Computes the next tokens of each row (none is allowed); returns logits `[count, vocab]` of each row's."""
@@ -49,11 +49,11 @@ class PagedRows:
         for row, tokens in enumerate(given):
             place = slice(start[row], start[row + 1])
             flat[0, place], flat[2, place] = tokens, row
-            flat[1, place] = self.computed[row] + np.arange(len(tokens))
-        self.computed += counts
+            flat[1, place] = self.num_computed_tokens[row] + np.arange(len(tokens))
+        self.num_computed_tokens += counts
         batch = StepBatch(
             token_ids=flat[0], positions=flat[1], token_row=flat[2], query_start=start,
-            kv_len=np.where(counts > 0, self.computed, 0).astype(np.int32), page_table=self.table,
+            kv_len=np.where(counts > 0, self.num_computed_tokens, 0).astype(np.int32), page_table=self.table,
             logit_index=np.arange(self.budget, dtype=np.int32),
         )  # fmt: skip
         logits, self.pool = self.call(self.params, self.pool, jax.tree.map(jnp.asarray, batch))
@@ -64,4 +64,4 @@ class PagedRows:
         pages = self.table[row]
         both = np.stack([np.asarray(self.pool.k)[:, pages], np.asarray(self.pool.v)[:, pages]])
         both = both.transpose(0, 1, 3, 2, 4, 5)
-        return both.reshape(*both.shape[:3], -1, both.shape[-1])[:, :, :, : self.computed[row]]
+        return both.reshape(*both.shape[:3], -1, both.shape[-1])[:, :, :, : self.num_computed_tokens[row]]

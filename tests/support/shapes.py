@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jpaged.bench.gpu_check import LLAMA_8B
-from jpaged.models.config import ModelConfig
+from jpaged.models.spec import ModelConfig
 
 #: what an engine must know of the decoders in `stubs`
 STUB_MODEL = ModelConfig(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
 from jpaged.request import Request, SamplingParams
+from jpaged.runtime.engine import Engine
 from support.shapes import STUB_MODEL
 from support.stubs import HistoryDecoder
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.models.config import ModelConfig
 from jpaged.models.llama import LlamaDecoder, load_decoder, parameter_shapes
+from jpaged.models.spec import ModelConfig
 
 #: 2 layers, 4 query heads over 2 KV heads of 16, and one token a byte
 TINY = ModelConfig(

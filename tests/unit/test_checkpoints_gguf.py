@@ -17,9 +17,7 @@ QUANTISED = [kind for kind in CLAIMED_KINDS if kind not in ("F32", "F16", "BF16"
 
 
 def test_reads_what_the_reference_reader_reads(tmp_path):
-    metadata = gguf_metadata(
-        general__languages=["en", "français"], x__flags=[True, False], x__floats=[0.5, -2.0]
-    )
+    metadata = gguf_metadata(general__languages=["en", "français"], x__flags=[True, False], x__floats=[0.5, -2.0])
     path = write_gguf(tmp_path / "m.gguf", metadata)
     source, reference = GGUFSource(path), gguf.GGUFReader(path)
     expected = {key: f.contents() for key, f in reference.fields.items() if not key.startswith("GGUF.")}

@@ -17,9 +17,7 @@ SHARD_2 = "model-00002-of-00003.safetensors"
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_comes_back(tmp_path, shards):
     tensors = hf_tensors()
-    source = open_source(
-        write_hf(tmp_path, tensors=tensors, generation={"eos_token_id": [2, 3]}, shards=shards)
-    )
+    source = open_source(write_hf(tmp_path, tensors=tensors, generation={"eos_token_id": [2, 3]}, shards=shards))
     assert isinstance(source, HuggingFaceSource)
     assert set(source.names()) == set(tensors)
     for name, tensor in tensors.items():

@@ -259,7 +259,7 @@ def test_threads_are_cores(tmp_path):
 
 
 def test_convert_passes_its_arguments_on(monkeypatch, tmp_path):
-    import jpaged.models.loading as loading
+    import jpaged.models.load as loading
 
     seen = []
     monkeypatch.setattr(loading, "convert", lambda *arguments: seen.append(arguments) or arguments[1])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from support.shapes import LLAMA_8B, QWEN_HALF_B
 
-from jpaged.costs import MACHINES, CostModel, Machine
+from jpaged.runtime.costs import MACHINES, CostModel, Machine
 
 SLOW = CostModel(Machine("slow", 100.0, 10.0, 4.0, 0.5), 20, 8.0, 2.0, 3)
 

@@ -11,11 +11,11 @@ import pytest
 from support.shapes import STUB_MODEL
 from support.stubs import HistoryDecoder, ScriptDecoder
 
-from jpaged import sizing
 from jpaged.baseline.static import StaticEngine
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
 from jpaged.request import FinishReason, Request, SamplingParams
+from jpaged.runtime import sizing
+from jpaged.runtime.engine import Engine
 from jpaged.step import violations
 
 VOCAB = 32

@@ -14,11 +14,11 @@ from support.shapes import STUB_MODEL
 from support.stubs import HistoryDecoder, ScriptDecoder
 
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
 from jpaged.pool import KVPool
 from jpaged.request import Request, SamplingParams
+from jpaged.runtime.engine import Engine
 from jpaged.step import Finish, fork
-from jpaged.step.fork import COPIES
+from jpaged.step.sharing.fork import COPIES
 
 CONFIG = EngineConfig(
     page_size=4, num_pages=24, max_num_seqs=4, max_queue=12, max_num_batched_tokens=16, max_model_len=40,

@@ -19,7 +19,7 @@ from support.checkpoint_files import HIDDEN, byte_level_tokenizer, hf_config, hf
 from support.numpy_llama import numpy_logits
 
 from jpaged import LLM, BeamSearchParams, EngineConfig, FinishReason, SamplingParams
-from jpaged.models.loading import load_checkpoint, resolve
+from jpaged.models.load import load_checkpoint, resolve
 from jpaged.request import Request
 
 TEMPLATE = (

@@ -26,10 +26,10 @@ from support.checkpoint_files import (
 )  # fmt: skip
 
 from checkpoints import fetch, open_source
-from jpaged.models import loading
-from jpaged.models.config import ModelConfig, RopeScaling
+from jpaged.models import load as loading
 from jpaged.models.llama import parameter_shapes
-from jpaged.models.loading import convert, load_checkpoint, resolve, save_orbax
+from jpaged.models.load import convert, load_checkpoint, resolve, save_orbax
+from jpaged.models.spec import ModelConfig, RopeScaling
 
 
 def expected_shapes(kv_heads=KV_HEADS, head=True):
@@ -83,9 +83,7 @@ def test_every_parameter_holds_what_its_name_says(tmp_path, kv_heads):
         np.testing.assert_array_equal(found[f"layers.{i}.gate_up"][1], stored["mlp.up_proj.weight"])
         np.testing.assert_array_equal(found[f"layers.{i}.down"], stored["mlp.down_proj.weight"])
         np.testing.assert_array_equal(found[f"layers.{i}.attn_norm"], stored["input_layernorm.weight"])
-        np.testing.assert_array_equal(
-            found[f"layers.{i}.mlp_norm"], stored["post_attention_layernorm.weight"]
-        )
+        np.testing.assert_array_equal(found[f"layers.{i}.mlp_norm"], stored["post_attention_layernorm.weight"])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -165,9 +163,7 @@ def test_a_missing_tensor_is_named(tmp_path, name):
         load_checkpoint(write_hf(tmp_path, tensors=tensors))
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight"]
-)
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight"])
 def test_an_unknown_tensor_is_named_with_its_file(tmp_path, name):
     tensors = hf_tensors() | {name: np.zeros(HIDDEN, np.float32)}
     with pytest.raises(ValueError, match=rf"-of-00002\.safetensors holds tensor '{name}'"):
@@ -175,9 +171,7 @@ def test_an_unknown_tensor_is_named_with_its_file(tmp_path, name):
 
 
 def test_buffers_that_follow_from_the_configuration_are_accepted(tmp_path):
-    buffers = {
-        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(LAYERS)
-    }
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(LAYERS)}
     tensors = hf_tensors()
     expected = parameters(write_hf(tmp_path / "a", tensors=tensors))
     assert_equal(parameters(write_hf(tmp_path / "b", tensors=tensors | buffers)), expected)
@@ -186,9 +180,7 @@ def test_buffers_that_follow_from_the_configuration_are_accepted(tmp_path):
 def test_an_ill_shaped_tensor_is_named_with_both_shapes(tmp_path):
     tensors = hf_tensors()
     tensors["model.layers.0.mlp.down_proj.weight"] = np.zeros((INTER, HIDDEN), np.float32)
-    with pytest.raises(
-        ValueError, match=r"'model\.layers\.0\.mlp\.down_proj\.weight'.*\(64, 32\).*\(32, 64\)"
-    ):
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.down_proj\.weight'.*\(64, 32\).*\(32, 64\)"):
         load_checkpoint(write_hf(tmp_path, tensors=tensors))
 
 

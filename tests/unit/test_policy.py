@@ -11,9 +11,9 @@ from support.shapes import STUB_MODEL
 from support.stubs import HistoryDecoder
 
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
 from jpaged.policy import by_priority, first_come_first_served, longest_prefix_hit_first, shortest_prompt_first
 from jpaged.request import Request, SamplingParams
+from jpaged.runtime.engine import Engine
 
 VOCAB = 32
 MODEL = replace(STUB_MODEL, vocab_size=VOCAB, eos_token_ids=(31,))

@@ -15,8 +15,8 @@ from support.stubs import HistoryDecoder
 
 from jpaged.config import EngineConfig
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step import prefix
-from jpaged.step.prefix import WAYS, Prefixes, find, forget, next_to_take, places, spread
+from jpaged.step.sharing import index as prefix
+from jpaged.step.sharing.index import WAYS, Prefixes, find, forget, next_to_take, places, spread
 
 CONFIG = EngineConfig(
     page_size=4, num_pages=60, max_num_seqs=5, max_queue=3, max_num_batched_tokens=16, max_model_len=80
@@ -143,7 +143,7 @@ def entered(*pages: tuple[int, int, int], num_pages: int = 20) -> Prefixes:
     for way, (page, before, token) in enumerate(pages):
         prefixes = replace(
             prefixes,
-            findable=prefixes.findable.at[page].set(True),
+            cached=prefixes.cached.at[page].set(True),
             tokens=prefixes.tokens.at[page, 0].set(token),
             before=prefixes.before.at[page].set(before),
             index=prefixes.index.at[0, way].set(page),
@@ -168,7 +168,7 @@ def test_everything_is_compared_and_not_the_hash_alone():
     assert ask(prefixes, [4]) == [0]
     assert ask(prefixes, [3], before=7) == [0]  # it begins a request, and continues none
     assert ask(prefixes, [3], namespace=1) == [0]
-    assert ask(replace(prefixes, findable=prefixes.findable.at[7].set(False)), [3]) == [0]
+    assert ask(replace(prefixes, cached=prefixes.cached.at[7].set(False)), [3]) == [0]
     assert ask(prefixes, [3, 3]) == [7, 0]
     other = replace(prefixes, hash=prefixes.hash.at[7, 1].set(1))
     assert ask(other, [3]) == [0]
@@ -182,7 +182,7 @@ def test_a_run_is_found_up_to_its_first_gap():
     for place, page in chain.items():
         prefixes = replace(
             prefixes,
-            findable=prefixes.findable.at[page].set(True),
+            cached=prefixes.cached.at[page].set(True),
             tokens=prefixes.tokens.at[page, 0].set(place),
             before=prefixes.before.at[page].set(chain.get(place - 1, SCRATCH_PAGE)),
             hash=prefixes.hash.at[page, 1].set(words[place]),
@@ -201,7 +201,7 @@ def test_a_run_is_found_up_to_its_first_gap():
 def test_new_pages_take_what_is_empty_in_their_bucket():
     """Catches: an entry that is overwritten while it is live, two that get one way, an equal one that is not seen."""
     prefixes = entered((1, 0, 1), (2, 0, 2), (3, 0, 3))
-    prefixes = replace(prefixes, findable=prefixes.findable.at[2].set(False))  # way 1 is empty again
+    prefixes = replace(prefixes, cached=prefixes.cached.at[2].set(False))  # way 1 is empty again
     hashes = jnp.array([[0, 5], [1 << 31, 5], [0, 6], [0, 5], [0, 7], [0, 8]], jnp.uint32)
     wanted = jnp.array([True, True, True, True, True, False])
     bucket, way, again = places(prefixes, hashes, wanted)
@@ -215,7 +215,7 @@ def test_new_pages_take_what_is_empty_in_their_bucket():
 
 def test_what_comes_after_a_page_goes_with_it():
     prefixes = forget(entered((1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 0, 4)), jnp.arange(21) == 1)
-    assert np.flatnonzero(np.asarray(prefixes.findable)).tolist() == [3, 4]
+    assert np.flatnonzero(np.asarray(prefixes.cached)).tolist() == [3, 4]
     assert ask(prefixes, [1, 2, 3]) == [0, 0, 0]
 
 
@@ -230,7 +230,7 @@ def test_pages_are_taken_in_order(data):
     step = data.draw(st.sampled_from((5, 2**31, 2**32 - 1)))
     age = ints(4)
     prefixes = replace(
-        Prefixes.empty(size - 1, 1, enabled=True), findable=jnp.array(findable), depth=jnp.array(depth, jnp.int32),
+        Prefixes.empty(size - 1, 1, enabled=True), cached=jnp.array(findable), depth=jnp.array(depth, jnp.int32),
         last_used=jnp.array(step - age, jnp.uint32),
     )  # fmt: skip
     taken = next_to_take(prefixes, jnp.array(refcount, jnp.int32), jnp.uint32(step), columns, size).tolist()
@@ -245,7 +245,7 @@ def test_pages_unused_for_ages_still_go_deepest_first():
     prefixes = entered((1, 0, 1), (2, 1, 2), (3, 2, 3))
     prefixes = replace(prefixes, depth=prefixes.depth.at[jnp.array([2, 3])].set(jnp.array([1, 2], jnp.int32)))
     prefixes = replace(prefixes, last_used=prefixes.last_used.at[1].set(5))
-    refcount = jnp.where(prefixes.findable, 0, 1)
+    refcount = jnp.where(prefixes.cached, 0, 1)
     assert next_to_take(prefixes, refcount, jnp.uint32(2**32 - 1), 1 << 20, 3).tolist() == [3, 2, 1]
 
 

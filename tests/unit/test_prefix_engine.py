@@ -13,9 +13,10 @@ from support.shapes import STUB_MODEL
 from support.stubs import HistoryDecoder, Traces
 
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
 from jpaged.request import FinishReason, Request, SamplingParams
-from jpaged.step import prefix, violations
+from jpaged.runtime.engine import Engine
+from jpaged.step import violations
+from jpaged.step.sharing import index as prefix
 
 VOCAB = 32
 MODEL = replace(STUB_MODEL, vocab_size=VOCAB, eos_token_ids=(31,), max_position_embeddings=208)
@@ -140,7 +141,7 @@ def test_salts_part_what_seeds_and_temperatures_do_not():
 
 def test_a_salt_that_was_forgotten_is_a_new_one(monkeypatch):
     """The host remembers so many. Catches: a number given to two salts."""
-    monkeypatch.setattr("jpaged.engine._NAMESPACES", 1)
+    monkeypatch.setattr("jpaged.runtime.engine._NAMESPACES", 1)
     engine, tokens = make(num_pages=13), prompt(6, 40)
     serve(engine, tokens, salt="first")
     for number in range(13):

@@ -11,8 +11,8 @@ from jpaged.bench.breakdown import CATEGORIES, Breakdown, BudgetProfile
 from jpaged.bench.measure import EngineAdapter, Measurement, StepSample, first_difference, peak_rss_bytes
 from jpaged.bench.report import KVShare, Report, RunResult
 from jpaged.bench.workload import Workload, WorkloadRequest
+from jpaged.record.stats import Spread
 from jpaged.request import FinishReason
-from jpaged.stats import Spread
 
 
 class Clock:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.step.sample import SampleInputs, _truncate, sample
+from jpaged.step.sampling.sample import SampleInputs, _truncate, sample
 
 VOCAB, STOPS = 256, 4
 jit_sample = jax.jit(sample)

@@ -13,10 +13,10 @@ from support.stubs import STUB_SHAPE
 from jpaged.config import EngineConfig
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step import EngineState, Slots, Status, demand, make_state, submit
-from jpaged.step.admit import admit
-from jpaged.step.evict import preempt
-from jpaged.step.pack import pack
-from jpaged.step.schedule import grant, schedule, within_pages
+from jpaged.step.scheduling.admit import admit
+from jpaged.step.scheduling.evict import preempt
+from jpaged.step.scheduling.grant import grant, schedule, within_pages
+from jpaged.step.scheduling.pack import pack
 
 CONFIG = EngineConfig(
     page_size=4, num_pages=12, max_num_seqs=4, max_queue=4, max_num_batched_tokens=64, max_model_len=40
@@ -154,7 +154,7 @@ def test_the_youngest_make_room(slots, num_pages, victims):
         row = state.slots.request[victim]
         assert after.requests.status[row] == Status.WAITING
         assert after.requests.arrival[row] == state.requests.arrival[row]  # it keeps its place
-        assert after.slots.computed[victim] == 0 and after.slots.num_pages[victim] == 0
+        assert after.slots.num_computed_tokens[victim] == 0 and after.slots.num_pages[victim] == 0
 
 
 def shared(state: EngineState, *pages: tuple[int, int, int]) -> EngineState:

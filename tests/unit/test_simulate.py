@@ -12,11 +12,11 @@ from support.shapes import STUB_MODEL
 
 from jpaged.bench.workload import WorkloadRequest
 from jpaged.config import EngineConfig
-from jpaged.costs import CostModel, Machine
-from jpaged.engine import Engine
 from jpaged.models.nothing import NoModel
 from jpaged.policy import Candidates, by_priority, first_come_first_served, shortest_prompt_first
 from jpaged.request import Request, SamplingParams
+from jpaged.runtime.costs import CostModel, Machine
+from jpaged.runtime.engine import Engine
 from jpaged.simulate import Simulation, Traffic, host, simulate
 from jpaged.simulate.clock import Clock
 from jpaged.simulate.traced import _ordered

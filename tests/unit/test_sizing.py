@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from support.shapes import LLAMA_8B
 
-from jpaged import sizing
-from jpaged.sizing import (
+from jpaged.runtime import sizing
+from jpaged.runtime.sizing import (
     DEFAULT_CPU_POOL_BYTES,
     DEVICE_RESERVE_BYTES,
     Sizing,

@@ -19,14 +19,14 @@ from support.stubs import STUB_SHAPE, HistoryDecoder
 
 from checkpoints import orbax
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
 from jpaged.policy import shortest_prompt_first
+from jpaged.record.saving import Saved
+from jpaged.record.snapshot import pack_state, unpack_state
+from jpaged.record.stats import TokenEvent
 from jpaged.request import Request, SamplingParams
-from jpaged.saving import Saved
-from jpaged.snapshot import pack_state, unpack_state
-from jpaged.stats import TokenEvent
+from jpaged.runtime.engine import Engine
 from jpaged.step import EngineState, Slots, make_state, violations
-from jpaged.step.prefix import Prefixes
+from jpaged.step.sharing.index import Prefixes
 
 VOCAB = 32
 MODEL = replace(STUB_MODEL, vocab_size=VOCAB, eos_token_ids=(31,))
@@ -235,7 +235,7 @@ def test_a_pool_larger_than_a_chunk_is_moved_whole(monkeypatch):
     for _ in range(6):
         driver.step()
     expected = pack_state(driver.state)
-    monkeypatch.setattr("jpaged.snapshot._CHUNK_BYTES", 5 * driver.state.pool.nbytes // 31)
+    monkeypatch.setattr("jpaged.record.snapshot._CHUNK_BYTES", 5 * driver.state.pool.nbytes // 31)
     arrays = pack_state(driver.state)
     assert len(expected["pages"]) % 5
     state = unpack_state(arrays, make_state(replace(CONFIG, num_pages=30), **STUB_SHAPE))
@@ -273,7 +273,7 @@ def test_cached_pages_without_room_are_dropped_tail_first():
     state = unpack_state(arrays, make_state(replace(CONFIG, num_pages=9), **STUB_SHAPE))
     assert violations(state) == []
     prefixes = jax.tree.map(np.asarray, state.prefixes)
-    found = [(int(prefixes.tokens[page, 0]), int(prefixes.depth[page])) for page in np.flatnonzero(prefixes.findable)]
+    found = [(int(prefixes.tokens[page, 0]), int(prefixes.depth[page])) for page in np.flatnonzero(prefixes.cached)]
     later = [(first + 4 * depth, depth) for first in (11, 2) for depth in range(4)]
     assert sorted(found) == sorted([(1, 0), *later])
     assert (int(state.cached_pages), int(state.free_pages)) == (9, 0)
@@ -285,21 +285,21 @@ def test_a_page_that_the_index_has_no_room_for_is_left_out_with_those_after_it()
     arrays["prefixes.hash"][:] = 0  # all in one bucket
     state = unpack_state(arrays, make_state(replace(CONFIG, num_pages=30), **STUB_SHAPE))
     prefixes = jax.tree.map(np.asarray, state.prefixes)
-    found = np.flatnonzero(prefixes.findable)
+    found = np.flatnonzero(prefixes.cached)
     assert 4 <= len(found) <= 8
     assert set(found) <= set(prefixes.index[0]) and not prefixes.index[1:].any()
     for page in found:
-        assert prefixes.depth[page] == 0 or prefixes.findable[prefixes.before[page]]
+        assert prefixes.depth[page] == 0 or prefixes.cached[prefixes.before[page]]
 
 
 def test_fields_with_pages_are_known():
     """Catches: a new field of `Slots` or `Prefixes` that has a place for each page, or numbers of pages, and is carried
     as if it had not. Fields of the others are carried as they are, whatever they mean."""
     assert {field.name for field in fields(Slots)} == {
-        "occupied", "request", "computed", "entered", "num_pages", "page_table",
+        "occupied", "request", "num_computed_tokens", "entered", "num_pages", "page_table",
     }, "is it a number of a page? then it belongs to snapshot._PAGE_NUMBERS"  # fmt: skip
     assert {field.name for field in fields(Prefixes)} == {
-        "enabled", "findable", "tokens", "before", "namespace", "depth", "hash", "last_used", "index",
+        "enabled", "cached", "tokens", "before", "namespace", "depth", "hash", "last_used", "index",
     }, "see snapshot._has_pages and _PAGE_NUMBERS"  # fmt: skip
 
 
@@ -312,7 +312,10 @@ def test_a_state_of_other_fields_or_sizes_is_refused():
     for wrong, words in (
         ({name: array for name, array in arrays.items() if name != "requests.seed"}, r"has no requests\.seed"),
         (arrays | {"requests.lora": arrays["requests.seed"]}, r"has requests\.lora, unknown here"),
-        (arrays | {"slots.computed": arrays["slots.computed"][:3]}, r"slots\.computed .* int32\[3\], .* int32\[4\]"),
+        (
+            arrays | {"slots.num_computed_tokens": arrays["slots.num_computed_tokens"][:3]},
+            r"slots\.num_computed_tokens .* int32\[3\], .* int32\[4\]",
+        ),
         (arrays | {"pages": np.array([1, 1, 2], np.int32)}, "must be different and positive"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -61,7 +61,7 @@ def test_submitted_requests_queue_in_order_and_keep_every_field():
     assert requests.status.tolist() == [Status.WAITING] * 3 + [Status.FREE] * 2
     assert requests.uid[:3].tolist() == [1, 2, 3]
     assert requests.arrival[:3].tolist() == [0, 1, 2]
-    assert requests.known[:3].tolist() == requests.prompt_len[:3].tolist() == [1, 2, 3]
+    assert requests.num_tokens[:3].tolist() == requests.prompt_len[:3].tolist() == [1, 2, 3]
     assert requests.max_len[:3].tolist() == [4, 5, 6]
     assert requests.tokens[2, :3].tolist() == [3, 3, 3]
     assert requests.stop_ids[:3, 0].tolist() == [1, 2, 3] and (requests.stop_ids[:, 1:] == -1).all()
@@ -76,7 +76,7 @@ def test_a_row_that_becomes_free_is_used_again_without_its_past():
     state = evict(abort(state, jnp.array([1], jnp.int32)))
     state = submit(state, submission(CONFIG, [Ask(2, [8], 3)]))
     row = jax.tree.map(lambda a: np.asarray(a)[0], state.requests)
-    assert (row.uid, row.known, row.prompt_len, row.max_len, row.min_len) == (2, 1, 1, 3, 0)
+    assert (row.uid, row.num_tokens, row.prompt_len, row.max_len, row.min_len) == (2, 1, 1, 3, 0)
     assert (row.stop_ids == -1).all() and row.arrival == 1
     assert (row.temperature, row.top_k, row.top_p, row.min_p, row.seed) == (0, 0, 1, 0, 0)
 
@@ -132,7 +132,7 @@ def test_the_checker_sees_pages_that_can_be_found_twice():
     }
     assert any("can both be found for the same" in wrong for wrong in violations(prefixes(state, **copied)))
     for changes in (
-        {"findable": state.prefixes.findable.at[first].set(False)},
+        {"cached": state.prefixes.cached.at[first].set(False)},
         {"last_used": state.prefixes.last_used.at[first].set(0)},
     ):
         found = violations(prefixes(state, **changes))
@@ -157,10 +157,13 @@ def test_the_checker_sees_pages_that_can_be_found_twice():
             "slot 0 names a page that is not a request's",
         ),
         (
-            lambda s: replace(s, slots=replace(s.slots, computed=s.slots.computed.at[0].set(3))),
+            lambda s: replace(s, slots=replace(s.slots, num_computed_tokens=s.slots.num_computed_tokens.at[0].set(3))),
             "slot 0: 3 tokens are stored in 2 pages",
         ),
-        (lambda s: replace(s, slots=replace(s.slots, computed=s.slots.computed.at[0].set(8))), "computed of 7 known"),
+        (
+            lambda s: replace(s, slots=replace(s.slots, num_computed_tokens=s.slots.num_computed_tokens.at[0].set(8))),
+            "computed of 7 known",
+        ),
         (
             lambda s: replace(s, slots=replace(s.slots, occupied=s.slots.occupied.at[0].set(False))),
             "empty slot 0 holds 2 pages",
@@ -175,12 +178,12 @@ def test_the_checker_sees_pages_that_can_be_found_twice():
             r"running rows without a slot: \[4\]",
         ),
         (
-            lambda s: replace(s, requests=replace(s.requests, known=s.requests.known.at[0].set(21))),
+            lambda s: replace(s, requests=replace(s.requests, num_tokens=s.requests.num_tokens.at[0].set(21))),
             "longer than its max_len",
         ),
-        (lambda s: prefixes(s, findable=s.prefixes.findable.at[SCRATCH_PAGE].set(True)), "found that must not"),
+        (lambda s: prefixes(s, cached=s.prefixes.cached.at[SCRATCH_PAGE].set(True)), "found that must not"),
         (lambda s: prefixes(s, enabled=jnp.array(False)), "found that must not"),
-        (lambda s: prefixes(s, findable=s.prefixes.findable.at[4].set(True)), "page 4 is shared before it is computed"),
+        (lambda s: prefixes(s, cached=s.prefixes.cached.at[4].set(True)), "page 4 is shared before it is computed"),
         (lambda s: prefixes(s, tokens=s.prefixes.tokens.at[1, 2].set(9)), "depth 0 does not come after page 0"),
         (lambda s: prefixes(s, namespace=s.prefixes.namespace.at[1].set(9)), "does not hold the request's page 0"),
         (lambda s: prefixes(s, before=s.prefixes.before.at[1].set(3)), "page 1 of depth 0 does not come after page 3"),

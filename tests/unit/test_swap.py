@@ -14,12 +14,12 @@ from support.shapes import STUB_MODEL
 from support.stubs import HistoryDecoder
 
 from jpaged.config import EngineConfig
-from jpaged.engine import Engine
 from jpaged.policy import shortest_prompt_first
 from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE, KVPool
-from jpaged.replay import replay
+from jpaged.record.replay import replay
+from jpaged.record.saving import Saved
 from jpaged.request import FinishReason, Request, SamplingParams
-from jpaged.saving import Saved
+from jpaged.runtime.engine import Engine
 from jpaged.step import make_state, violations
 from jpaged.viz.timeline import Activity, activities
 
@@ -78,7 +78,7 @@ def until_somebody_is_on_the_host(engine: Engine, requests: list[Request]) -> No
         engine.submit(request)
     for _ in range(200):
         engine.burst()
-        if np.asarray(engine.state.swap.computed).any():
+        if np.asarray(engine.state.swap.num_computed_tokens).any():
             return
     raise AssertionError("nobody was swapped out")
 
@@ -110,7 +110,7 @@ def test_pages_come_back_bit_for_bit():
     driver.abort(2)
     driver.exchange()
     state = driver.state
-    assert violations(state) == [] and not np.asarray(state.swap.computed).any()
+    assert violations(state) == [] and not np.asarray(state.swap.num_computed_tokens).any()
     assert state.requests.uid[state.slots.request[1]] == 1 and state.slots.num_pages[1] == 3
     after = np.asarray(state.slots.page_table[1, :3])
     assert not set(before) & set(after), "it came back to where it was"
@@ -203,7 +203,7 @@ def test_an_abort_gives_back_what_is_on_the_host(victim):
     engine, requests = Engine(READER, (), MODEL, CONFIG), mix(8)
     until_somebody_is_on_the_host(engine, requests)
     uids = np.asarray(engine.state.requests.uid)
-    on_host = {engine.label(int(uid)) for uid in uids[np.asarray(engine.state.swap.computed) > 0]}
+    on_host = {engine.label(int(uid)) for uid in uids[np.asarray(engine.state.swap.num_computed_tokens) > 0]}
     running = {engine.label(int(uid)) for uid in uids[np.asarray(engine.state.slots.request)]} - on_host
     names = {"on the host": on_host, "running": running, "all": {r.request_id for r in requests}}[victim]
     engine.abort([name for name in names if name])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.stories import TIGHT
 
+from jpaged.record.trace import Abort, Restart, Trace, TracedRequest
 from jpaged.step import Finish, StepRecord
 from jpaged.step.decisions import Decisions, Placed
-from jpaged.trace import Abort, Restart, Trace, TracedRequest
 from jpaged.viz.timeline import MOST_COLUMNS, MOST_LINES, Activity, activities, condensed, plot_timeline
 
 SHAPE = {"layers": 1, "kv_heads": 1, "head_dim": 2}

@@ -20,11 +20,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from checkpoints import GGUFSource, fetch
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.tokenizer import Tokenizer
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "data/smollm2-greedy.json").read_text(encoding="utf-8"))[
-    "cases"
-]
+GOLDEN = json.loads((Path(__file__).parent.parent / "data/smollm2-greedy.json").read_text(encoding="utf-8"))["cases"]
 HELLO = [{"role": "user", "content": "Hi"}]
 BOS, EOS = 1, 2
 
@@ -62,9 +60,7 @@ def test_the_built_in_tokenizer_says_what_it_is(smollm):
 @settings(max_examples=60, deadline=None)
 def test_any_text_survives_the_round_trip_but_for_bytes_that_are_not_in_the_vocabulary(smollm, text):
     # some control characters, and lead bytes that Unicode hardly assigns, are not in this model's vocabulary
-    held = {
-        byte for byte, letter in enumerate(byte_letters()) if smollm._backend.token_to_id(letter) is not None
-    }
+    held = {byte for byte, letter in enumerate(byte_letters()) if smollm._backend.token_to_id(letter) is not None}
     assert held >= set(range(32, 127)) | {9, 10, 13} | set(range(0x80, 0xC0)) | set(range(0xC3, 0xF1))
     expected = bytes(byte for byte in text.encode() if byte in held).decode("utf-8", "replace")
     assert smollm.decode(smollm.encode(text), skip_special_tokens=False) == expected
@@ -76,9 +72,7 @@ def test_any_text_survives_the_round_trip_but_for_bytes_that_are_not_in_the_voca
 @pytest.mark.parametrize("eos", [False, True])
 def test_one_bos_and_no_eos_whether_generated_or_chatted(tmp_path, eos):
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer = Tokenizer.load(
-        write_tokenizer(tmp_path, byte_level_tokenizer(bos=True, eos=eos), template=template)
-    )
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, byte_level_tokenizer(bos=True, eos=eos), template=template))
     expected = [BOS, *ids_of("Hi")]
     assert tokenizer.encode("Hi") == expected
     assert tokenizer.apply_chat_template(HELLO) == expected
@@ -124,9 +118,7 @@ def test_without_a_template_the_error_says_how_to_give_one(tmp_path):
 def test_a_template_is_found_wherever_it_is_kept(tmp_path):
     for name, stored in {
         "plain": {"chat_template": "config"},
-        "named": {
-            "chat_template": [{"name": "tool", "template": "x"}, {"name": "default", "template": "config"}]
-        },
+        "named": {"chat_template": [{"name": "tool", "template": "x"}, {"name": "default", "template": "config"}]},
     }.items():
         path = write_tokenizer(tmp_path / name, byte_level_tokenizer(), {**stored, "bos_token": None})
         assert Tokenizer.load(path).render_chat(HELLO) == "config"
@@ -142,9 +134,7 @@ def test_what_templates_may_use(tmp_path):
         "{{ m.content | tojson }}{{ eos_token }}\n{%- endfor %}\n"
         "{% if add_generation_prompt %}|{{ strftime_now('%Y') | length }}{% endif %}"
     )
-    tokenizer = Tokenizer(
-        byte_level_tokenizer(), bos_token="<s>", eos_tokens=["</s>"], chat_template=template
-    )
+    tokenizer = Tokenizer(byte_level_tokenizer(), bos_token="<s>", eos_tokens=["</s>"], chat_template=template)
     messages = [{"role": "user", "content": 'é"<'}, {"role": "skip", "content": "no"}]
     assert tokenizer.render_chat(messages) == '"é\\"<"</s>|4'
     assert tokenizer.render_chat(messages, add_generation_prompt=False) == '"é\\"<"</s>'

@@ -17,11 +17,11 @@ from support.stories import READER, TIGHT, requests, told
 
 from jpaged.config import EngineConfig
 from jpaged.policy import shortest_prompt_first
-from jpaged.replay import replay
+from jpaged.record.replay import replay
+from jpaged.record.trace import Abort, Burst, Submit, Trace, unstacked
 from jpaged.request import FinishReason
 from jpaged.step import Finish, Submission, step, violations
 from jpaged.step.decisions import placed
-from jpaged.trace import Abort, Burst, Submit, Trace, unstacked
 
 TESTS = Path(__file__).parents[1]
 
@@ -81,7 +81,7 @@ def test_owners_of_pages_follow_from_the_records_at_every_step(story):
         record = trace.record(number)
         in_use = set(np.unique(table)) - {0}
         assert len(in_use) == record.pages_in_use
-        cached = trace.findable(number)
+        cached = trace.cached(number)
         cached[list(in_use)] = False
         assert cached.sum() == record.pages_cached
         if number % 10:  # the first, second and third of a burst are among the others
@@ -89,7 +89,7 @@ def test_owners_of_pages_follow_from_the_records_at_every_step(story):
         state = replay(trace, READER, (), number)
         table[record.finish != Finish.NOT] = 0
         assert table.tolist() == state.slots.page_table.tolist(), number
-        assert trace.findable(number).tolist() == state.prefixes.findable.tolist(), number
+        assert trace.cached(number).tolist() == state.prefixes.cached.tolist(), number
         assert violations(state) == []
     np.testing.assert_array_equal(trace.page_table(7), [*trace.page_tables()][6])
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged.bench.measure import StepSample
-from jpaged.stats import StepStats
+from jpaged.record.stats import StepStats
 from jpaged.viz.pages import NAMED_SLOTS, draw_pages, page_owners, plot_occupancy, plot_pages
 
 TABLE = np.array([[1, 2, 0, 0], [1, 5, 6, 0], [0, 0, 0, 0]])
@@ -56,7 +56,7 @@ def test_the_grid_shows_each_page_once_with_its_owner(tmp_path):
 def test_cached_pages_look_like_neither_free_nor_used_ones():
     findable = np.isin(np.arange(9), (1, 3, 8))  # the first is in use
     findable.flags.writeable = False  # as an array of JAX's is
-    figure = draw_pages(TABLE, REFCOUNTS, findable=findable, columns=4)
+    figure = draw_pages(TABLE, REFCOUNTS, cached=findable, columns=4)
     colours = [square.get_facecolor() for square in figure.axes[0].patches]
     assert colours[3] == colours[8] and colours[4] == colours[7] == (1, 1, 1, 1)
     assert colours[3] not in (colours[0], colours[1], colours[4], colours[5])
@@ -67,8 +67,8 @@ def test_cached_pages_look_like_neither_free_nor_used_ones():
 def test_bad_shapes_of_the_grid_are_named():
     with pytest.raises(ValueError, match="refcounts has one axis"):
         draw_pages(TABLE, REFCOUNTS[None])
-    with pytest.raises(ValueError, match=r"findable has shape \(2,\), refcounts \(9,\)"):
-        draw_pages(TABLE, REFCOUNTS, findable=[True, False])
+    with pytest.raises(ValueError, match=r"cached has shape \(2,\), refcounts \(9,\)"):
+        draw_pages(TABLE, REFCOUNTS, cached=[True, False])
     with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
         draw_pages(TABLE, REFCOUNTS, columns=0)
 

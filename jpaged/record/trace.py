@@ -1,8 +1,9 @@
 """A trace: all that an engine was told, in order, and what each of its steps decided.
 
 The engine is a value and the step a pure function, so what it was told is all that there is to know: told the same
-again, it does the same, to the bit (`jpaged.replay`). The records say what that was without running anything: who got
-how many tokens and which pages, what was found, who was preempted, what was sampled. Page tables follow from them.
+again, it does the same, to the bit (`jpaged.record.replay`). The records say what that was without running
+anything: who got how many tokens and which pages, what was found, who was preempted, what was sampled. Page tables
+follow from them.
 
     restart, submit 3 requests, burst of 1 step, burst of 1 step, abort 1, burst of 1 step, ...     inputs
                                 record 1         record 2                  record 3                 records
@@ -24,7 +25,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.policy import Policy, named
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.stats import StepStats
+from jpaged.record.stats import StepStats
 from jpaged.step import Finish, StepRecord, Submission
 from jpaged.step.decisions import Decisions, Placed
 
@@ -190,11 +191,11 @@ class Trace:
                 table[part.slot, part.column] = part.page
             yield table.copy()
 
-    def findable(self, step: int) -> np.ndarray:
+    def cached(self, step: int) -> np.ndarray:
         """Whether others can find what each page `[P]` bool holds after step `step`. Pages that no table names and that
-        are findable are cached."""
+        are cached are shown."""
         assert self.config.num_pages is not None
-        packed = np.asarray(_decisions(self.record(step)).findable)
+        packed = np.asarray(_decisions(self.record(step)).cached)
         return np.unpackbits(packed, count=1 + self.config.num_pages).astype(bool)
 
     @property

@@ -84,9 +84,9 @@ def ready(state: EngineState) -> jax.Array:
     slots, requests = state.slots, state.requests
     slot = parent_slots(state)
     at = jnp.minimum(slot, slots.num_slots - 1)
-    computed = slots.computed[at]
+    computed = slots.num_computed_tokens[at]
     settled = ~state.prefixes.enabled | (slots.entered[at] == computed // state.pool.page_size)
-    begins = (slot < slots.num_slots) & (computed >= requests.known - 1) & settled
+    begins = (slot < slots.num_slots) & (computed >= requests.num_tokens - 1) & settled
     return (requests.status == Status.WAITING) & ((requests.parent == NO_ROW) | begins)
 
 
@@ -97,7 +97,7 @@ def copy_tails(state: EngineState, source: jax.Array, budget: int) -> EngineStat
     slot = jnp.nonzero(
         source != SCRATCH_PAGE, size=min(COPIES, budget, slots.num_slots), fill_value=slots.num_slots
     )[0]  # fmt: skip
-    next_page = page_at(slots.page_table, slots.computed // state.pool.page_size)
+    next_page = page_at(slots.page_table, slots.num_computed_tokens // state.pool.page_size)
     source, target = (pages.at[slot].get(mode="fill", fill_value=SCRATCH_PAGE) for pages in (source, next_page))
     return replace(state, pool=state.pool.copy(source, target))
 
@@ -121,10 +121,10 @@ def heritage(state: EngineState, heir: jax.Array) -> jax.Array:
     """Tokens `[S]` of each slot that the request `heir[s]` `[S]` can take over in their pages: those that it knows, but
     the last; and not those in a page that is not full for it, if others use that page or find it."""
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
-    tokens = jnp.minimum(slots.computed, requests.known[jnp.minimum(heir, requests.num_rows - 1)] - 1)
+    tokens = jnp.minimum(slots.num_computed_tokens, requests.num_tokens[jnp.minimum(heir, requests.num_rows - 1)] - 1)
     column, rest = jnp.divmod(tokens, page_size)
     page = page_at(slots.page_table, column)
-    own = (state.refcount[page] == 1) & ~state.prefixes.findable[page]
+    own = (state.refcount[page] == 1) & ~state.prefixes.cached[page]
     return jnp.where(own, tokens, tokens - rest)
 
 

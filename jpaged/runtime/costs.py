@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged import sizing
-from jpaged.models.config import ModelConfig
+from jpaged.models.spec import ModelConfig
+from jpaged.runtime import sizing
 from pallas_kernels.cards import CARDS, card_of
 
 

@@ -9,12 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged import programs
-from jpaged.host_pool import HostPool
 from jpaged.pool import Decoder
-from jpaged.step import NO_UID, EngineState, StepRecord, make_state
-from jpaged.submission import branch
-from jpaged.trace import (
+from jpaged.record.trace import (
     Abort,
     Burst,
     Fork,
@@ -27,6 +23,10 @@ from jpaged.trace import (
     record_difference,
     unstacked,
 )
+from jpaged.runtime import programs
+from jpaged.runtime.host_pool import HostPool
+from jpaged.runtime.prepare import branch
+from jpaged.step import NO_UID, EngineState, StepRecord, make_state
 
 
 def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None) -> EngineState:
@@ -79,8 +79,8 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
                 _compare(trace, done, jax.device_get(records))
                 done += steps
             case ResetPrefixCache():
-                nothing = jnp.zeros_like(state.prefixes.findable)
-                state = replace(state, prefixes=replace(state.prefixes, findable=nothing))
+                nothing = jnp.zeros_like(state.prefixes.cached)
+                state = replace(state, prefixes=replace(state.prefixes, cached=nothing))
             case ReplaceParams():
                 if done < left:
                     raise ValueError(

@@ -15,8 +15,8 @@ write_pages = jax.jit(KVPool.write, donate_argnums=0)
 class HostPool:
     """Chunks of `CHUNK_PAGES` pages each, bit for bit as they were in the pool, and split over devices as it is.
 
-    Which of them hold what is in the state, see `jpaged.step.swap`. All of it is allocated here, in JAX's memory kind
-    "pinned_host", so that a copy to a GPU needs no other buffer, and want of memory shows at once.
+    Which of them hold what is in the state, see `jpaged.step.swap.table`. All of it is allocated here, in JAX's memory
+    kind "pinned_host", so that a copy to a GPU needs no other buffer, and want of memory shows at once.
 
     Args:
         pool: that the pages are of; it is not kept.

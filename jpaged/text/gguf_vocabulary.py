@@ -72,9 +72,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tok
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is None:
         raise ValueError("tokenizer.ggml.merges is missing: byte-level BPE needs it")
-    pairs = [
-        tuple(merge.split(" ")) for merge in merges
-    ]  # a space within a piece is written as another letter
+    pairs = [tuple(merge.split(" ")) for merge in merges]  # a space within a piece is written as another letter
     tokenizer = _bpe(vocab=vocab, merges=pairs, ignore_merges=pattern is _LLAMA3_PATTERN)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -91,9 +89,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[
     """BPE in the order of the scores: SentencePiece joins the neighbours whose union scores highest."""
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(vocab):
-        raise ValueError(
-            "tokenizer.ggml.scores must hold one score a token: a SentencePiece vocabulary needs it"
-        )
+        raise ValueError("tokenizer.ggml.scores must hold one score a token: a SentencePiece vocabulary needs it")
     pairs = [
         (-scores[i], vocab[piece[:cut]], vocab[piece[cut:]], piece[:cut], piece[cut:])
         for piece, i in vocab.items()

@@ -31,8 +31,8 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints import GGUFSource, HuggingFaceSource, TensorSource, fetch, open_source
-from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.registry import parse_gguf_config, parse_hf_config
+from jpaged.models.spec import ModelConfig, RopeScaling
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -94,7 +94,7 @@ class Checkpoint:
     Attributes:
         path: the file or directory.
         config: what the model is.
-        tokenizer_source: what `jpaged.tokenizer.Tokenizer.load` takes: a directory, or GGUF metadata.
+        tokenizer_source: what `jpaged.text.tokenizer.Tokenizer.load` takes: a directory, or GGUF metadata.
     """
 
     def __init__(
@@ -150,9 +150,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         config = self.config
-        return (
-            f"Checkpoint({str(self.path)!r}, family={config.family!r}, parameters={config.num_parameters:,})"
-        )
+        return f"Checkpoint({str(self.path)!r}, family={config.family!r}, parameters={config.num_parameters:,})"
 
 
 def load_checkpoint(source: str | Path | TensorSource) -> Checkpoint:
@@ -191,9 +189,7 @@ def _load_gguf(source: GGUFSource) -> Checkpoint:
     if _GGUF_ROPE_FACTORS in source.names():
         factors = source.read(_GGUF_ROPE_FACTORS)
         if factors.ndim != 1:
-            raise ValueError(
-                f"tensor {_GGUF_ROPE_FACTORS!r} of {source.path} has shape {factors.shape}, not one axis"
-            )
+            raise ValueError(f"tensor {_GGUF_ROPE_FACTORS!r} of {source.path} has shape {factors.shape}, not one axis")
     try:
         config = parse_gguf_config(source.metadata, None if factors is None else factors.tolist())
     except ValueError as error:
@@ -210,9 +206,7 @@ def _load_canonical(source: TensorSource) -> Checkpoint:
     """A source whose tensors are parameters already: what `save_orbax` wrote."""
     stored = source.metadata.get("config")
     if not isinstance(stored, Mapping):
-        raise ValueError(
-            f"{source.path} has no model configuration in its metadata: it was not saved by save_orbax"
-        )
+        raise ValueError(f"{source.path} has no model configuration in its metadata: it was not saved by save_orbax")
     try:
         scaling = stored.get("rope_scaling")
         factors = stored.get("rope_freq_factors")
@@ -253,9 +247,7 @@ def _plan(
     hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
     kv, group, q_rows = config.num_kv_heads, config.group, config.num_heads * config.head_dim
 
-    def split_heads(
-        rows: np.ndarray, rotated: bool
-    ) -> np.ndarray:  # [heads * dim, hidden] -> [heads, dim, hidden]
+    def split_heads(rows: np.ndarray, rotated: bool) -> np.ndarray:  # [heads * dim, hidden] -> [heads, dim, hidden]
         if interleaved and rotated:
             return rows.reshape(-1, dim // 2, 2, hidden).swapaxes(1, 2).reshape(-1, dim, hidden)
         return rows.reshape(-1, dim, hidden)
@@ -300,15 +292,11 @@ def _plan(
     return plan
 
 
-def _check(
-    source: TensorSource, plan: list[_Parameter], harmless: set[str], extra: dict[str, tuple[int, ...]]
-) -> None:
+def _check(source: TensorSource, plan: list[_Parameter], harmless: set[str], extra: dict[str, tuple[int, ...]]) -> None:
     """Every planned tensor is there in its shape, and nothing else is. `extra` is read beside the plan."""
     stored = source.names()
     planned = {
-        name: shape
-        for parameter in plan
-        for name, shape in zip(parameter.sources, parameter.shapes, strict=True)
+        name: shape for parameter in plan for name, shape in zip(parameter.sources, parameter.shapes, strict=True)
     } | extra
     missing = [name for name in planned if name not in stored]
     if missing:

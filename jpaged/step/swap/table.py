@@ -49,7 +49,9 @@ class Swap:
 
     free: jax.Array  # [H] bool, chunks that are nobody's
     table: jax.Array  # [R, C] int32, the chunks of each request, in order; NO_CHUNK where there is none
-    computed: jax.Array  # [R] int32, tokens whose keys and values they hold; 0: the request is not on the host
+    num_computed_tokens: (
+        jax.Array
+    )  # [R] int32, tokens whose keys and values they hold; 0: the request is not on the host
     page_cost: jax.Array  # [] float32, what moving a page there and back costs, in tokens that are computed meanwhile
     notes: Notes
 
@@ -59,7 +61,7 @@ class Swap:
         return cls(
             free=jnp.ones(chunks, bool),
             table=jnp.full((rows, -(-columns // CHUNK_PAGES)), NO_CHUNK, jnp.int32),
-            computed=jnp.zeros(rows, jnp.int32),
+            num_computed_tokens=jnp.zeros(rows, jnp.int32),
             page_cost=jnp.float32(page_cost),
             notes=Notes.empty(slots, most_placed),
         )
@@ -75,7 +77,7 @@ class Swap:
             self,
             free=self.free.at[gone].set(True, mode="drop"),
             table=jnp.where(rows[:, None], NO_CHUNK, self.table),
-            computed=jnp.where(rows, 0, self.computed),
+            num_computed_tokens=jnp.where(rows, 0, self.num_computed_tokens),
         )
 
 

@@ -31,14 +31,14 @@ def pack(state: EngineState, tokens: jax.Array, budget: int) -> tuple[StepBatch,
     token_row = jnp.sum(index[:, None] >= query_start[1:], axis=1, dtype=jnp.int32)
     padding = token_row == rows
     row = jnp.minimum(token_row, rows - 1)
-    position = jnp.where(padding, 0, slots.computed[slot[row]] + index - query_start[row])
+    position = jnp.where(padding, 0, slots.num_computed_tokens[slot[row]] + index - query_start[row])
     token_ids = requests.tokens[slots.request[slot[row]], position]
     batch = StepBatch(
         token_ids=jnp.where(padding, 0, token_ids),
         positions=position,
         token_row=token_row,
         query_start=query_start,
-        kv_len=jnp.where(used, slots.computed[slot] + count, 0),
+        kv_len=jnp.where(used, slots.num_computed_tokens[slot] + count, 0),
         page_table=jnp.where(used[:, None], slots.page_table[slot], SCRATCH_PAGE),
         logit_index=jnp.maximum(query_start[1:] - 1, 0),
     )

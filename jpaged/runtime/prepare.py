@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.models.config import ModelConfig
+from jpaged.models.spec import ModelConfig
 from jpaged.request import MAX_STOP_TOKENS, Request, SamplingParams
 from jpaged.step import NO_UID
 
@@ -67,7 +67,7 @@ def fill_row(
 
 
 def branch(uid: int, new_uid: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `jpaged.step.fork` takes, for one request."""
+    """What `jpaged.step.sharing.fork` takes, for one request."""
     return np.array([uid], np.int32), np.array([new_uid], np.int32), np.array([seed], np.uint32)
 
 

@@ -13,17 +13,17 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jpaged.step.order import running_order
 from jpaged.step.pages import take
-from jpaged.step.prefix import forget, next_to_take
-from jpaged.step.share import waits
+from jpaged.step.scheduling.order import running_order
+from jpaged.step.sharing.index import forget, next_to_take
+from jpaged.step.sharing.lookup import waits
 from jpaged.step.state import EngineState
 
 
 def wanted(state: EngineState) -> jax.Array:
     """Tokens `[S]` that each slot has still to compute."""
     slots = state.slots
-    return jnp.where(slots.occupied, state.requests.known[slots.request] - slots.computed, 0)
+    return jnp.where(slots.occupied, state.requests.num_tokens[slots.request] - slots.num_computed_tokens, 0)
 
 
 def grant(state: EngineState, budget: int) -> jax.Array:
@@ -40,7 +40,7 @@ def grant(state: EngineState, budget: int) -> jax.Array:
 def pages_needed(state: EngineState, tokens: jax.Array) -> jax.Array:
     """New pages `[S]` that each slot needs to compute `tokens` `[S]` more."""
     slots, page_size = state.slots, state.pool.page_size
-    return jnp.maximum(-(-(slots.computed + tokens) // page_size) - slots.num_pages, 0)
+    return jnp.maximum(-(-(slots.num_computed_tokens + tokens) // page_size) - slots.num_pages, 0)
 
 
 def most_pages(state: EngineState, budget: int) -> int:
@@ -57,7 +57,7 @@ def within_pages(state: EngineState, tokens: jax.Array) -> jax.Array:
     need = pages_needed(state, tokens)[order]
     allowed = jnp.clip(state.available_pages - (jnp.cumsum(need, dtype=jnp.int32) - need), 0, need)
     allowed = jnp.zeros_like(allowed).at[order].set(allowed)
-    return jnp.minimum(tokens, (slots.num_pages + allowed) * page_size - slots.computed)
+    return jnp.minimum(tokens, (slots.num_pages + allowed) * page_size - slots.num_computed_tokens)
 
 
 def schedule(state: EngineState, budget: int) -> tuple[EngineState, jax.Array]:

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE
-from jpaged.step.admit import admit
 from jpaged.step.decisions import placed
-from jpaged.step.evict import evict, for_pages, for_the_head, send_back
-from jpaged.step.order import running_order
 from jpaged.step.pages import take
-from jpaged.step.prefix import LOOKUP_PAGES, forget, next_to_take, spread
+from jpaged.step.scheduling.admit import admit
+from jpaged.step.scheduling.evict import evict, for_pages, for_the_head, send_back
+from jpaged.step.scheduling.order import running_order
+from jpaged.step.sharing.index import LOOKUP_PAGES, forget, next_to_take, spread
 from jpaged.step.state import EngineState
-from jpaged.step.swap import Moves, Swap
+from jpaged.step.swap.table import Moves, Swap
 
 
 def exchange(state: EngineState, ahead: int | jax.Array) -> tuple[EngineState, Moves]:
@@ -45,8 +45,8 @@ def exchange(state: EngineState, ahead: int | jax.Array) -> tuple[EngineState, M
     state = evict(state)
     slots, requests = state.slots, state.requests
     row = slots.request
-    known = jnp.minimum(requests.known[row] + ahead - 1, requests.max_len[row])
-    victim = for_pages(state, jnp.where(slots.occupied, jnp.maximum(known - slots.computed, 0), 0))
+    known = jnp.minimum(requests.num_tokens[row] + ahead - 1, requests.max_len[row])
+    victim = for_pages(state, jnp.where(slots.occupied, jnp.maximum(known - slots.num_computed_tokens, 0), 0))
     unlimited = requests.tokens.size
     victim |= for_the_head(send_back(state, victim), unlimited, from_host=True)
     state, out_chunk, out_pages = _send_away(state, victim)
@@ -59,7 +59,7 @@ def _send_away(state: EngineState, victim: jax.Array) -> tuple[EngineState, jax.
     slots, swap, page_size = state.slots, state.swap, state.pool.page_size
     most, last_first = _most_chunks(state, swap), running_order(state)[::-1]
     column = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32)
-    tokens = jnp.clip(slots.computed[:, None] - column * page_size, 0, page_size)
+    tokens = jnp.clip(slots.num_computed_tokens[:, None] - column * page_size, 0, page_size)
     # What others hold as well is found again.
     alone = jnp.sum(jnp.where(state.refcount[slots.page_table] == 1, tokens, 0), axis=1, dtype=jnp.int32)
     cheaper = swap.page_cost * slots.num_pages.astype(jnp.float32) <= alone.astype(jnp.float32)
@@ -82,12 +82,12 @@ def _send_away(state: EngineState, victim: jax.Array) -> tuple[EngineState, jax.
         swap,
         free=swap.free.at[chunk].set(False, mode="drop"),
         table=swap.table.at[jnp.where(runs.used, slots.request[slot], rows), runs.number].set(chunk, mode="drop"),
-        computed=swap.computed.at[row].set(slots.computed, mode="drop"),
+        num_computed_tokens=swap.num_computed_tokens.at[row].set(slots.num_computed_tokens, mode="drop"),
         notes=replace(
             swap.notes,
             left=left,
             to_host=goes,
-            discarded=jnp.sum(jnp.where(victim & ~goes, slots.computed, 0), dtype=jnp.int32),
+            discarded=jnp.sum(jnp.where(victim & ~goes, slots.num_computed_tokens, 0), dtype=jnp.int32),
         ),
     )
     return replace(send_back(state, victim), swap=swap), chunk, pages
@@ -103,7 +103,7 @@ def _bring_back(
     assert state.swap is not None
     slots, swap, page_size, num_pages = state.slots, state.swap, state.pool.page_size, state.refcount.shape[0]
     came = slots.occupied & ~before.slots.occupied
-    stored = jnp.where(came, swap.computed[slots.request], 0)
+    stored = jnp.where(came, swap.num_computed_tokens[slots.request], 0)
     found = slots.num_pages
     need = jnp.maximum(-(-stored // page_size) - found, 0)
     most = min(state.pool.num_pages, max(slots.page_table.shape[1], LOOKUP_PAGES) + slots.num_slots)
@@ -130,7 +130,9 @@ def _bring_back(
         prefixes=forget(state.prefixes, taken),
         slots=replace(
             slots,
-            computed=jnp.where(came, jnp.maximum(slots.computed, stored), slots.computed),
+            num_computed_tokens=jnp.where(
+                came, jnp.maximum(slots.num_computed_tokens, stored), slots.num_computed_tokens
+            ),
             num_pages=held,
             page_table=page_table,
         ),

@@ -3,8 +3,8 @@
     arrays = pack_state(state)                               `state` stays as it is, and can run on
     state = unpack_state(arrays, make_state(config, ...))    perhaps elsewhere, with other pages, on other devices
 
-Every leaf of the state is an array, by its path: "requests.known", "slots.page_table", "counters.steps". Leaves with a
-place for each page hold only the pages that somebody uses or can find, whose numbers are in "pages":
+Every leaf of the state is an array, by its path: "requests.num_tokens", "slots.page_table", "counters.steps".
+Leaves with a place for each page hold only the pages that somebody uses or can find, whose numbers are in "pages":
 
     pages        3  7  8                      n pages; nothing of the others is kept, and nothing of the scratch page
     pool.k       [layers, n, kv_heads, page_size, head_dim]
@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.host_pool import read_pages, write_pages
 from jpaged.pool import SCRATCH_PAGE, KVPool
+from jpaged.runtime.host_pool import read_pages, write_pages
 from jpaged.step import EngineState, Status
-from jpaged.step.prefix import WAYS, Prefixes, places
+from jpaged.step.sharing.index import WAYS, Prefixes, places
 
 #: The name of the numbers of the pages, beside the leaves of the state.
 PAGES = "pages"
@@ -51,7 +51,7 @@ def pack_state(state: EngineState) -> dict[str, np.ndarray]:
     """
     leaves = _leaves(state)
     # Copied: a view would hold buffers that the next step is to take.
-    refcount, findable = np.array(state.refcount), np.array(state.prefixes.findable)
+    refcount, findable = np.array(state.refcount), np.array(state.prefixes.cached)
     refcount[SCRATCH_PAGE] = 0
     pages = np.flatnonzero((refcount > 0) | findable).astype(np.int32)
     arrays = {PAGES: pages}
@@ -91,9 +91,7 @@ def unpack_state(arrays: Mapping[str, Any], state: EngineState) -> EngineState:
             host[name][new] = values[kept]
         else:
             host[name] = values
-    host |= _indexed(
-        {name: host[f"prefixes.{name}"] for name in ("findable", "before", "depth", "hash")}, state.prefixes
-    )
+    host |= _indexed({name: host[f"prefixes.{name}"] for name in ("cached", "before", "depth", "hash")}, state.prefixes)
     pool = _write_pool(state.pool, {name: arrays[f"pool.{name}"] for name in ("k", "v")}, kept, new)
 
     def filled(path: Any, leaf: jax.Array) -> jax.Array:
@@ -135,7 +133,7 @@ def _has_pages(name: str) -> bool:
 
 def _check(arrays: Mapping[str, Any], state: EngineState, leaves: Mapping[str, jax.Array]) -> None:
     live = np.asarray(state.requests.status) != Status.FREE
-    if live.any() or int(state.available_pages) < state.pool.num_pages or np.asarray(state.prefixes.findable).any():
+    if live.any() or int(state.available_pages) < state.pool.num_pages or np.asarray(state.prefixes.cached).any():
         raise ValueError("a state is restored into an empty one: give what make_state returns")
     names = {PAGES, *(name for name in leaves if name not in _DERIVED and not _on_host(name))}
     if missing := sorted(names - arrays.keys()):
@@ -189,14 +187,14 @@ def _renumbered(arrays: Mapping[str, Any], num_pages: int) -> tuple[np.ndarray, 
 def _indexed(pages: Mapping[str, np.ndarray], empty: Prefixes) -> dict[str, np.ndarray]:
     """The index of the findable pages, and which are findable then: a bucket that is full leaves a page out, and with
     it those that come after it. `pages`: fields of `Prefixes`."""
-    bucket, way, _ = (np.asarray(found) for found in _places(empty, pages["hash"], pages["findable"]))
-    findable = pages["findable"] & (way < WAYS)
+    bucket, way, _ = (np.asarray(found) for found in _places(empty, pages["hash"], pages["cached"]))
+    findable = pages["cached"] & (way < WAYS)
     for page in sorted(np.flatnonzero(findable), key=pages["depth"].__getitem__):
         findable[page] = pages["before"][page] == SCRATCH_PAGE or findable[pages["before"][page]]
     index = np.full(empty.index.shape, SCRATCH_PAGE, np.int32)
     found = np.flatnonzero(findable)
     index[bucket[found], way[found]] = found
-    return {"prefixes.findable": findable, "prefixes.index": index}
+    return {"prefixes.cached": findable, "prefixes.index": index}
 
 
 _places = jax.jit(places)
@@ -238,5 +236,3 @@ def _write_pool(pool: KVPool, packed: Mapping[str, Any], kept: np.ndarray, new: 
             chunk[name][:, : len(some)] = array[:, some]
         pool = write_pages(pool, number, KVPool(**chunk))
     return jax.tree.map(_placed, pool, empty)
-
-

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as _Backend
 
 from checkpoints.huggingface import read_json
-from jpaged.gguf_vocabulary import tokenizer_of_gguf
+from jpaged.text.gguf_vocabulary import tokenizer_of_gguf
 
 # what a template can raise: its own errors, and those of Python expressions in it
 _TEMPLATE_ERRORS = (
@@ -259,9 +259,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: leave special tokens out of the text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -393,9 +391,7 @@ def _check_messages(messages: Any) -> None:
         raise ValueError(f"messages must be {example}, got {messages!r:.80}")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(
-                f"messages[{i}] must be a dictionary, got {message!r:.80}; messages are {example}"
-            )
+            raise ValueError(f"messages[{i}] must be a dictionary, got {message!r:.80}; messages are {example}")
         for key in ("role", "content"):
             if key not in message:
                 raise ValueError(f"messages[{i}] has no {key!r}; messages are {example}")

@@ -35,11 +35,11 @@ LOOKUP_PAGES = 2048
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Prefixes:
-    """What each page holds, for those who look for it; meaningless where not `findable`. A page that no table names
+    """What each page holds, for those who look for it; meaningless where not `cached`. A page that no table names
     and that is findable is cached."""
 
     enabled: jax.Array  # [] bool, whether pages are shared at all
-    findable: jax.Array  # [P] bool, full, computed, and in the index
+    cached: jax.Array  # [P] bool, full, computed, and in the index
     tokens: jax.Array  # [P, page_size] int32
     before: jax.Array  # [P] int32, page of the tokens before; SCRATCH_PAGE for a request's first page
     namespace: jax.Array  # [P] int32
@@ -53,7 +53,7 @@ class Prefixes:
         pages = 1 + num_pages
         ints = jnp.zeros(pages, jnp.int32)
         return cls(
-            enabled=jnp.array(enabled), findable=jnp.zeros(pages, bool),
+            enabled=jnp.array(enabled), cached=jnp.zeros(pages, bool),
             tokens=jnp.zeros((pages, page_size), jnp.int32), before=ints, namespace=ints, depth=ints,
             hash=jnp.zeros((pages, 2), jnp.uint32), last_used=jnp.zeros(pages, jnp.uint32),
             index=jnp.full((1 << num_pages.bit_length(), WAYS), SCRATCH_PAGE, jnp.int32),
@@ -89,7 +89,7 @@ def root_hash(namespace: Any) -> Any:
 
 def prefix_hashes(tokens: jax.Array, known: jax.Array, namespace: jax.Array, page_size: int) -> jax.Array:
     """Hashes `[N, M, 2]` uint32 of the prefixes that end with each page of the requests `tokens` `[N, T]`: of their
-    first `known` `[N]` tokens, where these end within the page or before it."""
+    first `num_tokens` `[N]` tokens, where these end within the page or before it."""
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     words = token_hash(tokens, jnp.broadcast_to(position, tokens.shape))
     words = jnp.where((position < known[:, None])[..., None], words, jnp.uint32(0))
@@ -139,7 +139,7 @@ def _bucket(prefixes: Prefixes, hash_: jax.Array) -> jax.Array:
 def _live(prefixes: Prefixes, bucket: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Pages `[..., W]` in the buckets `[...]`, and whether they still belong there."""
     pages = prefixes.index[bucket]
-    return pages, prefixes.findable[pages] & (_bucket(prefixes, prefixes.hash[pages]) == bucket[..., None])
+    return pages, prefixes.cached[pages] & (_bucket(prefixes, prefixes.hash[pages]) == bucket[..., None])
 
 
 def find(
@@ -212,7 +212,7 @@ def places(prefixes: Prefixes, hash_: jax.Array, wanted: jax.Array) -> tuple[jax
 def forget(prefixes: Prefixes, which: jax.Array) -> Prefixes:
     """After the pages of `which` `[P] bool` stopped being what they were: nobody finds them, nor those that come after
     one of them."""
-    return replace(prefixes, findable=prefixes.findable & ~which & ~which[prefixes.before])
+    return replace(prefixes, cached=prefixes.cached & ~which & ~which[prefixes.before])
 
 
 # Which page next
@@ -233,7 +233,7 @@ def next_to_take(prefixes: Prefixes, refcount: jax.Array, step: jax.Array, colum
     # Age and depth share 30 bits; pages unused for longer than these count go by depth alone.
     oldest = (1 << (30 - bits)) - 2
     age = jnp.minimum(step - prefixes.last_used, jnp.uint32(oldest)).astype(jnp.int32)
-    key = jnp.where(prefixes.findable, 1 + (age << bits) + prefixes.depth, 1 << 30)
+    key = jnp.where(prefixes.cached, 1 + (age << bits) + prefixes.depth, 1 << 30)
     key = jnp.where(refcount == 0, key, 0)
     # As floats of the same order, none of them denormal: `top_k` is a selection for these, and a sort for integers.
     return jax.lax.top_k(jax.lax.bitcast_convert_type(key + (1 << 23), jnp.float32), most)[1]

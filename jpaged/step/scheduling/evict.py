@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step.fork import adopt, heirs, heritage, parent_slots, ready
-from jpaged.step.order import head_of_queue, running_order, standing
 from jpaged.step.pages import release
-from jpaged.step.schedule import grant, pages_needed, wanted
+from jpaged.step.scheduling.grant import grant, pages_needed, wanted
+from jpaged.step.scheduling.order import head_of_queue, running_order, standing
+from jpaged.step.sharing.fork import adopt, heirs, heritage, parent_slots, ready
 from jpaged.step.state import EngineState, Status
-from jpaged.step.swap import Notes
+from jpaged.step.swap.table import Notes
 
 
 def hand_on(state: EngineState, which: jax.Array, heir: jax.Array) -> EngineState:
@@ -21,7 +21,7 @@ def hand_on(state: EngineState, which: jax.Array, heir: jax.Array) -> EngineStat
     as well; R is nobody's. The other pages are given back. Those that can be found stay cached."""
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
     inherits = which & (heir < requests.num_rows)
-    computed = jnp.where(which, jnp.where(inherits, heritage(state, heir), 0), slots.computed)
+    computed = jnp.where(which, jnp.where(inherits, heritage(state, heir), 0), slots.num_computed_tokens)
     num_pages = jnp.where(which, -(-computed // page_size), slots.num_pages)
     left = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32) >= num_pages[:, None]
     row = jnp.where(inherits, heir, requests.num_rows)
@@ -32,7 +32,7 @@ def hand_on(state: EngineState, which: jax.Array, heir: jax.Array) -> EngineStat
             slots,
             occupied=jnp.where(which, inherits, slots.occupied),
             request=jnp.where(inherits, heir, slots.request),
-            computed=computed,
+            num_computed_tokens=computed,
             entered=jnp.minimum(slots.entered, computed // page_size),
             num_pages=num_pages,
             page_table=jnp.where(left, SCRATCH_PAGE, slots.page_table),
@@ -88,14 +88,14 @@ def for_the_head(state: EngineState, budget: int, *, from_host: bool = False) ->
     row = slots.request[order]
     comes = ready(state)[head]
     if state.swap is not None and not from_host:
-        comes &= state.swap.computed[head] == 0
+        comes &= state.swap.num_computed_tokens[head] == 0
     # Its parent, if that is why it is ready, has to stay.
     stands = (rank[row] <= rank[head]) | ~waits_behind[row] | (order == parent_slots(state)[head])
 
     want = wanted(state)
     tokens = jnp.cumsum(want[order], dtype=jnp.int32)
     spoken_for = jnp.cumsum(pages_needed(state, want)[order], dtype=jnp.int32)
-    own = -(-requests.known[head] // state.pool.page_size)
+    own = -(-requests.num_tokens[head] // state.pool.page_size)
     count = jnp.arange(1, slots.num_slots + 1, dtype=jnp.int32)
 
     def comes_in(stay, tokens, spoken_for, given_back):
@@ -131,7 +131,7 @@ def _noted(state: EngineState) -> EngineState:
 
 def _discard(state: EngineState, victim: jax.Array) -> EngineState:
     """The requests in the slots of `victim` `[S] bool` wait again, and what they have computed is lost."""
-    record, lost = state.record, jnp.where(victim, state.slots.computed, 0)
+    record, lost = state.record, jnp.where(victim, state.slots.num_computed_tokens, 0)
     record = replace(
         record,
         preempted=record.preempted + jnp.sum(victim, dtype=jnp.int32),

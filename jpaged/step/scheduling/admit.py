@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step.fork import COPIES, parent_slots, ready
-from jpaged.step.order import queue_order
 from jpaged.step.pages import page_at
-from jpaged.step.schedule import pages_needed, wanted
-from jpaged.step.share import lookup, pin, shareable
+from jpaged.step.scheduling.grant import pages_needed, wanted
+from jpaged.step.scheduling.order import queue_order
+from jpaged.step.sharing.fork import COPIES, parent_slots, ready
+from jpaged.step.sharing.lookup import lookup, pin, shareable
 from jpaged.step.state import NO_ROW, EngineState, Status
 
 
@@ -45,7 +45,7 @@ def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[
     waiting = ready(state)
     queue = queue_order(state)[:count]
     rank = jnp.arange(count, dtype=jnp.int32)
-    known = jnp.where(waiting[queue], requests.known[queue], 0)
+    known = jnp.where(waiting[queue], requests.num_tokens[queue], 0)
 
     nothing = jnp.zeros_like(queue)
     pages_asked = jnp.maximum(shareable(known, page_size), 0)
@@ -71,7 +71,7 @@ def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[
     fits &= (tokens_before < budget) & (pages <= state.available_pages)
     fits &= jnp.cumsum(tail > 0, dtype=jnp.int32) <= COPIES
     if state.swap is not None:
-        fits &= (state.swap.computed[queue] > 0) == from_host
+        fits &= (state.swap.num_computed_tokens[queue] > 0) == from_host
     # Strictly in order: nobody overtakes one who does not fit yet.
     enters = jnp.cumsum(~fits) == 0
 
@@ -82,7 +82,7 @@ def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[
         slots,
         occupied=slots.occupied.at[slot].set(True, mode="drop"),
         request=slots.request.at[slot].set(queue, mode="drop"),
-        computed=slots.computed.at[slot].set(tail, mode="drop"),
+        num_computed_tokens=slots.num_computed_tokens.at[slot].set(tail, mode="drop"),
     )
     last = page_at(slots.page_table[jnp.minimum(parent, num_slots - 1)], pages_asked)
     source = jnp.full(num_slots, SCRATCH_PAGE, jnp.int32)

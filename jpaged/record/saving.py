@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.models.config import ModelConfig
+from jpaged.models.spec import ModelConfig
 from jpaged.policy import Policy, named
+from jpaged.record.stats import TokenEvent
 from jpaged.request import Request
-from jpaged.stats import TokenEvent
-from jpaged.step.prefix import token_hash
+from jpaged.step.sharing.index import token_hash
 
 FORMAT = "jpaged-engine"
 VERSION = 2

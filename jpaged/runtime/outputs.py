@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from jpaged.beam import Beam, BeamSearch, Candidates
-from jpaged.engine import Engine
+from jpaged.record.stats import TokenEvent
 from jpaged.request import (
     BeamSearchOutput,
     BeamSearchParams,
@@ -18,9 +17,10 @@ from jpaged.request import (
     RequestMetrics,
     RequestOutput,
 )
-from jpaged.stats import TokenEvent
-from jpaged.submission import stop_ids
-from jpaged.tokenizer import IncrementalDetokenizer, Tokenizer
+from jpaged.runtime.beam_search import Beam, BeamSearch, Candidates
+from jpaged.runtime.engine import Engine
+from jpaged.runtime.prepare import stop_ids
+from jpaged.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step.order import running_rank
 from jpaged.step.pages import page_at
-from jpaged.step.prefix import LOOKUP_PAGES, WAYS, find, places, spread
+from jpaged.step.scheduling.order import running_rank
+from jpaged.step.sharing.index import LOOKUP_PAGES, WAYS, find, places, spread
 from jpaged.step.state import NO_ROW, EngineState, Finish, Requests, Status
 
 
@@ -93,7 +93,7 @@ def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
             slots,
             page_table=slots.page_table.at[slot, found.column].set(found.page, mode="drop"),
             num_pages=num_pages,
-            computed=slots.computed + tokens,
+            num_computed_tokens=slots.num_computed_tokens + tokens,
             entered=jnp.where(pages > 0, num_pages, slots.entered),
         ),
         requests=replace(requests, cached_tokens=cached_tokens),
@@ -109,10 +109,10 @@ def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
 def attach(state: EngineState) -> EngineState:
     """Gives running requests at the end of a page those of their next pages that can be found."""
     slots, page_size = state.slots, state.pool.page_size
-    page = slots.computed // page_size
+    page = slots.num_computed_tokens // page_size
     runs = slots.occupied & (state.requests.status[slots.request] == Status.RUNNING)
-    at_end = runs & (slots.computed % page_size == 0)
-    more = jnp.maximum(shareable(state.requests.known[slots.request], page_size) - page, 0)
+    at_end = runs & (slots.num_computed_tokens % page_size == 0)
+    more = jnp.maximum(shareable(state.requests.num_tokens[slots.request], page_size) - page, 0)
     nobody = jnp.full_like(page, slots.num_slots)
     found = lookup(state, slots.request, page, jnp.where(at_end, more, 0), _page_before(state, page), nobody)
     return pin(state, found, jnp.arange(slots.num_slots, dtype=jnp.int32))
@@ -130,11 +130,11 @@ def waits(state: EngineState) -> jax.Array:
     If the hash lies, a request waits for nothing, and computes its page when the other has gone on.
     """
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
-    row, page = slots.request, slots.computed // page_size
-    known, rank = requests.known[row], running_rank(state)
+    row, page = slots.request, slots.num_computed_tokens // page_size
+    known, rank = requests.num_tokens[row], running_rank(state)
     hash_ = requests.prefix_hash[row, page]
     computes = slots.occupied & (page < known // page_size)
-    could_find = slots.occupied & (page < shareable(known, page_size)) & (slots.computed % page_size == 0)
+    could_find = slots.occupied & (page < shareable(known, page_size)) & (slots.num_computed_tokens % page_size == 0)
     same = (page[:, None] == page) & jnp.all(hash_[:, None] == hash_, axis=-1)
     before = rank < rank[:, None]
     return state.prefixes.enabled & could_find & jnp.any(same & before & computes, axis=1)
@@ -150,7 +150,7 @@ def enter(state: EngineState, most: int) -> EngineState:
     """
     slots, requests, prefixes, page_size = state.slots, state.requests, state.prefixes, state.pool.page_size
     offers = prefixes.enabled & slots.occupied & (state.record.finish != Finish.ERROR)
-    runs = spread(jnp.where(offers, slots.computed // page_size - slots.entered, 0), most)
+    runs = spread(jnp.where(offers, slots.num_computed_tokens // page_size - slots.entered, 0), most)
     slot, first = runs.owner, runs.number == 0
     column, row = slots.entered[slot] + runs.number, slots.request[slot]
     own = slots.page_table[slot, column]
@@ -163,7 +163,7 @@ def enter(state: EngineState, most: int) -> EngineState:
     new = runs.used & ~known
     bucket, way, again = places(prefixes, hash_, new)
     again &= new
-    rooted = ~first | (column == 0) | prefixes.findable[before]
+    rooted = ~first | (column == 0) | prefixes.cached[before]
     entered = new & runs.unbroken(known | (new & ~again & rooted & (way < WAYS)))
     settled = runs.used & runs.unbroken(~again)
     before = jnp.where(first, before, jnp.roll(jnp.where(known, there, own), 1))
@@ -171,7 +171,7 @@ def enter(state: EngineState, most: int) -> EngineState:
     page = jnp.where(entered, own, state.refcount.shape[0])
     prefixes = replace(
         prefixes,
-        findable=prefixes.findable.at[page].set(True, mode="drop"),
+        cached=prefixes.cached.at[page].set(True, mode="drop"),
         tokens=prefixes.tokens.at[page].set(tokens, mode="drop"),
         before=prefixes.before.at[page].set(before, mode="drop"),
         namespace=prefixes.namespace.at[page].set(namespace, mode="drop"),
@@ -197,6 +197,6 @@ def book_pages(state: EngineState) -> EngineState:
         # Counted from the tables, as every page that some table names.
         pages_in_use=jnp.sum(in_use, dtype=jnp.int32) - 1,
         pages_cached=state.cached_pages,
-        tokens_stored=jnp.sum(state.slots.computed, dtype=jnp.int32) - twice,
+        tokens_stored=jnp.sum(state.slots.num_computed_tokens, dtype=jnp.int32) - twice,
     )
     return replace(state, prefixes=replace(state.prefixes, last_used=last_used), record=record)

@@ -30,7 +30,7 @@ JAX_DEFAULT_SHARE = Fraction(3, 4)
 
 
 class ModelShape(Protocol):
-    """What sizing reads of a model; `jpaged.models.config.ModelConfig` has it."""
+    """What sizing reads of a model; `jpaged.models.spec.ModelConfig` has it."""
 
     @property
     def num_parameters(self) -> int: ...

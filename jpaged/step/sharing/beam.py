@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step.fork import slots_of
 from jpaged.step.pages import page_at, release
-from jpaged.step.prefix import forget, next_to_take, token_hash
+from jpaged.step.sharing.fork import slots_of
+from jpaged.step.sharing.index import forget, next_to_take, token_hash
 from jpaged.step.state import EngineState, rows_of
 
 
@@ -53,7 +53,7 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     prefers = jnp.where(gets, index + jnp.where(slot == from_slot, 0, size), 2 * size)
     first = jnp.full(none, 2 * size, jnp.int32).at[from_slot].min(prefers, mode="drop")
     keeps = gets & (first[at] == prefers)
-    full, rest = jnp.divmod(slots.computed[at], page_size)
+    full, rest = jnp.divmod(slots.num_computed_tokens[at], page_size)
     # Full pages that were not offered yet are nobody's but the keeper's.
     settled = ~state.prefixes.enabled | (slots.entered[at] == full)
     shared = jnp.where(gets, jnp.where(settled | keeps, full, jnp.minimum(slots.entered[at], full)), 0)
@@ -83,13 +83,13 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     computed = shared * page_size + jnp.where(copies | keeps, rest, 0)
     slots = replace(
         slots,
-        computed=slots.computed.at[slot].set(computed, mode="drop"),
+        num_computed_tokens=slots.num_computed_tokens.at[slot].set(computed, mode="drop"),
         entered=slots.entered.at[slot].set(jnp.minimum(jnp.where(gets, slots.entered[at], 0), shared), mode="drop"),
         num_pages=slots.num_pages.at[slot].set(kept_pages + copies.astype(jnp.int32), mode="drop"),
         page_table=slots.page_table.at[slot].set(table, mode="drop"),
     )
 
-    known = requests.known[source]
+    known = requests.num_tokens[source]
     page, offset = jnp.divmod(known, page_size)
     hashes = requests.prefix_hash[source]
     before = hashes[index, jnp.where(offset == 0, jnp.maximum(page - 1, 0), page)]
@@ -101,7 +101,7 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     requests = replace(
         requests,
         tokens=requests.tokens.at[row].set(words, mode="drop"),
-        known=requests.known.at[row].set(known + 1, mode="drop"),
+        num_tokens=requests.num_tokens.at[row].set(known + 1, mode="drop"),
         prefix_hash=requests.prefix_hash.at[row].set(hashes, mode="drop"),
     )
     return replace(

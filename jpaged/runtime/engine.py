@@ -22,14 +22,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged import costs, programs, saving, sizing
 from jpaged.config import EngineConfig
-from jpaged.host_pool import HostPool
-from jpaged.models.config import ModelConfig
+from jpaged.models.spec import ModelConfig
 from jpaged.pool import CHUNK_PAGES, Decoder
+from jpaged.record import saving
+from jpaged.record.snapshot import pack_state, unpack_state
+from jpaged.record.stats import EngineStats, StepStats, TokenEvent
+from jpaged.record.trace import (
+    Abort,
+    Fork,
+    Input,
+    ReplaceParams,
+    ResetPrefixCache,
+    Restart,
+    Submit,
+    Trace,
+    TracedRequest,
+)
 from jpaged.request import FinishReason, Request
-from jpaged.snapshot import pack_state, unpack_state
-from jpaged.stats import EngineStats, StepStats, TokenEvent
+from jpaged.runtime import costs, programs, sizing
+from jpaged.runtime.host_pool import HostPool
+from jpaged.runtime.prepare import Namespaces, branch, check_request, fill_row
 from jpaged.step import (
     NO_UID,
     EngineState,
@@ -38,8 +51,6 @@ from jpaged.step import (
     Submission,
     make_state,
 )
-from jpaged.submission import Namespaces, branch, check_request, fill_row
-from jpaged.trace import Abort, Fork, Input, ReplaceParams, ResetPrefixCache, Restart, Submit, Trace, TracedRequest
 
 logger = logging.getLogger("jpaged")
 
@@ -286,7 +297,7 @@ class Engine:
     def fork(self, request_id: str, new_request_id: str, *, index: int = 0, seed: int | None = None) -> None:
         """Branches a running generation: a new request with all that continuation `index` of `request_id` has by now,
         and with its rules, which goes on by itself. Its events begin with the next token. Pages are shared; see
-        `jpaged.step.fork`.
+        `jpaged.step.sharing.fork`.
 
         Args:
             seed: of the new request from here on; None: the engine draws one.
@@ -541,8 +552,8 @@ class Engine:
         if np.asarray(self._state.slots.occupied).any():
             return False
         prefixes = self._state.prefixes
-        nothing = jax.device_put(np.zeros(prefixes.findable.shape, bool), prefixes.findable.sharding)
-        self._state = replace(self._state, prefixes=replace(prefixes, findable=nothing))
+        nothing = jax.device_put(np.zeros(prefixes.cached.shape, bool), prefixes.cached.sharding)
+        self._state = replace(self._state, prefixes=replace(prefixes, cached=nothing))
         self._tell(ResetPrefixCache())
         return True
 

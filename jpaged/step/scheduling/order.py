@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.policy import Candidates, Policy, Waiting
-from jpaged.step.fork import ready
-from jpaged.step.prefix import cached_tokens
+from jpaged.step.sharing.fork import ready
+from jpaged.step.sharing.index import cached_tokens
 from jpaged.step.state import EngineState
 
 
@@ -41,9 +41,9 @@ def head_of_queue(state: EngineState) -> tuple[jax.Array, jax.Array]:
 def _queue_numbers(state: EngineState) -> jax.Array:
     requests = state.requests
     found = cached_tokens(
-        state.prefixes, requests.prefix_hash, requests.namespace, requests.known, state.pool.page_size
+        state.prefixes, requests.prefix_hash, requests.namespace, requests.num_tokens, state.pool.page_size
     )  # left out of the program where no policy looks at it
-    return _numbers(state.admission, Waiting(**_constants(state), known=requests.known, cached_tokens=found))
+    return _numbers(state.admission, Waiting(**_constants(state), num_tokens=requests.num_tokens, cached_tokens=found))
 
 
 def standing(state: EngineState) -> jax.Array:

@@ -1,0 +1,1 @@
+"""The engine as a value: statistics, traces, replay, snapshots, files."""

@@ -1,0 +1,1 @@
+"""Who runs and on how many tokens: order, evict, admit, grant, pack."""

@@ -1,0 +1,1 @@
+"""Pages that several requests use: the prefix index, lookups, forks, beams."""

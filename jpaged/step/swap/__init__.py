@@ -1,0 +1,1 @@
+"""Pages of preempted requests in the host's pool."""
