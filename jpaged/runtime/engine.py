@@ -24,7 +24,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.models.spec import ModelConfig
-from jpaged.pool import CHUNK_PAGES, Decoder
+from jpaged.pool import Decoder
 from jpaged.record import saving
 from jpaged.record.snapshot import pack_state, unpack_state
 from jpaged.record.stats import EngineStats, StepStats, TokenEvent
@@ -40,16 +40,16 @@ from jpaged.record.trace import (
     TracedRequest,
 )
 from jpaged.request import FinishReason, Request
-from jpaged.runtime import costs, programs, sizing
+from jpaged.runtime import programs
 from jpaged.runtime.host_pool import HostPool
 from jpaged.runtime.prepare import Namespaces, branch, check_request, fill_row
+from jpaged.runtime.resolve import empty_state, pool_shape, resolve
 from jpaged.step import (
     NO_UID,
     EngineState,
     Finish,
     Status,
     Submission,
-    make_state,
 )
 
 logger = logging.getLogger("jpaged")
@@ -58,8 +58,6 @@ logger = logging.getLogger("jpaged")
 _SUBMIT_BATCH = 16
 #: Steps whose figures `Engine.history` keeps.
 _HISTORY = 100_000
-#: Of the host's pool where its size was left open, as in vLLM.
-_MOST_SWAP_BYTES = 4 << 30
 #: Cache salts that are known at a time, or as many as there are pages.
 _NAMESPACES = 1024
 
@@ -108,9 +106,11 @@ class Engine:
         self._namespaces = Namespaces()
         self.weight_version = 0
         self.compile_seconds = 0.0
-        self.config, self.num_pages, self.max_model_len = self._resolve(config)
+        self.config = resolve(config, model_config, params, self._temporary_bytes)
+        assert self.config.num_pages is not None and self.config.max_model_len is not None
+        self.num_pages, self.max_model_len = self.config.num_pages, self.config.max_model_len
         #: What the engine was told and what its steps decided, where `config.trace` asks for it.
-        self.trace = Trace(self.config, self._shape) if config.trace else None
+        self.trace = Trace(self.config, pool_shape(model_config)) if config.trace else None
         self._reset()
         self._host_pool: HostPool | None = None
         if self.config.preemption != "recompute":
@@ -123,91 +123,12 @@ class Engine:
             ("steps", "useful", "wasted", "preemptions", "swaps", "prefix_queries", "prefix_hits"), 0
         )  # fmt: skip
 
-    # -- sizes
-
-    def _resolve(self, config: EngineConfig) -> tuple[EngineConfig, int, int]:
-        """`config` with nothing left open, its `num_pages` and its `max_model_len`."""
-        model, config = self.model_config, config.for_platform(jax.default_backend())
-        if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len {config.max_model_len} is more than the {model.max_position_embeddings} tokens that "
-                "the model was made for"
-            )
-        longest = config.max_model_len or model.max_position_embeddings
-        num_pages = config.num_pages
-        if num_pages is None:
-            pool_bytes = config.pool_bytes or self._pool_bytes(replace(config, max_model_len=longest), longest)
-            page_bytes = config.page_size * sizing.bytes_per_token(model, config.dtype)
-            num_pages = pool_bytes // page_bytes - 1  # one is scratch
-            if num_pages < 1:
-                raise ValueError(
-                    f"{pool_bytes} bytes hold {pool_bytes // page_bytes} pages of {page_bytes} bytes; at least 2 are "
-                    "needed (one is scratch)"
-                )
-        if config.max_model_len is None and num_pages * config.page_size < longest:
-            logger.info(
-                "The pool of %d pages holds %d tokens: max_model_len is that, not the model's %d",
-                num_pages, num_pages * config.page_size, longest,
-            )  # fmt: skip
-            longest = num_pages * config.page_size
-        config = replace(config, num_pages=num_pages, max_model_len=longest, pool_bytes=None)
-        return self._resolve_swap(config), num_pages, longest
-
-    def _resolve_swap(self, config: EngineConfig) -> EngineConfig:
-        """`config` with the size of the host's pool, and what using it costs."""
-        if config.preemption == "recompute":
-            return config
-        page_bytes = config.page_size * sizing.bytes_per_token(self.model_config, config.dtype)
-        assert config.num_pages is not None
-        space = config.swap_space_bytes
-        if space is None:
-            space = max(CHUNK_PAGES * page_bytes, min(config.num_pages * page_bytes, _MOST_SWAP_BYTES))
-        cost = config.swap_page_cost
-        if config.preemption == "auto" and cost is None:
-            machine = costs.machine_of(jax.devices()[0])
-            model = costs.CostModel.of(self.model_config, config.dtype, machine)
-            cost = 2 * model.move_page(config.page_size) / model.recompute_token()
-            logger.info(
-                "preemption='auto': on %s, moving a page of %d tokens to the host and back takes as long as computing "
-                "%.2f tokens; a request is swapped where that is less than what it would compute again",
-                machine.name, config.page_size, cost,
-            )  # fmt: skip
-        return replace(config, swap_space_bytes=space, swap_page_cost=cost)
-
-    def _pool_bytes(self, config: EngineConfig, longest: int) -> int:
-        """Bytes for the pool when the caller named no size: from the GPU's memory, or the stated CPU default."""
-        device = jax.devices()[0]
-        memory = sizing.device_memory_bytes(device)
-        if memory is None:
-            return sizing.default_pool_bytes()
-        limit, held = memory
-        pages = -(-longest // config.page_size)
-        probed = replace(
-            config, num_pages=pages, preemption="recompute", swap_space_bytes=None, swap_page_cost=None
-        )  # fmt: skip
-        probe = self._lower(probed, config.budgets[-1]).compile()
-        temporary = probe.memory_analysis().temp_size_in_bytes
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
-        total = sizing.attainable_bytes(
-            limit, config.gpu_memory_utilization, card_bytes=sizing.card_memory_bytes(device)
-        )
-        others = max(0, held - weights)
-        left = total - weights - others - temporary
-        if left <= 0:
-            raise ValueError(
-                f"{total:,} bytes of the device can be used (gpu_memory_utilization "
-                f"{config.gpu_memory_utilization:g}), but weights take {weights:,}, the compiled step {temporary:,} "
-                f"and other arrays {others:,}; an older engine gives its memory back at close()"
-            )
-        return left
-
-    @property
-    def _shape(self) -> dict[str, int]:
-        model = self.model_config
-        return {"layers": model.num_layers, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-
     def _make_state(self, config: EngineConfig) -> EngineState:
-        return make_state(config, **self._shape, dtype=jnp.dtype(config.dtype))
+        return empty_state(config, self.model_config)
+
+    def _temporary_bytes(self, config: EngineConfig) -> int:
+        """Bytes that the largest step of an engine of `config` needs while it runs."""
+        return self._lower(config, config.budgets[-1]).compile().memory_analysis().temp_size_in_bytes
 
     def _tell(self, told: Input) -> None:
         """Keeps what the state was told, for a replay."""

@@ -6,6 +6,7 @@ state = step(decoder, params, state, budget=16)
 """
 
 from jpaged.step.check import violations
+from jpaged.step.init import make_state
 from jpaged.step.scheduling.evict import evict
 from jpaged.step.sharing.beam import advance
 from jpaged.step.sharing.fork import fork
@@ -19,7 +20,6 @@ from jpaged.step.state import (
     StepRecord,
     Submission,
     abort,
-    make_state,
     submit,
 )
 from jpaged.step.step import demand, run, step

@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.config import EngineConfig
 from jpaged.policy import Policy, by_priority
-from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE, KVPool
+from jpaged.pool import KVPool
 from jpaged.request import MAX_STOP_TOKENS
 from jpaged.step.decisions import Decisions
-from jpaged.step.sharing.index import LOOKUP_PAGES, Prefixes, prefix_hashes
+from jpaged.step.sharing.index import Prefixes, prefix_hashes
 from jpaged.step.swap.table import Swap
 
 
@@ -206,93 +205,6 @@ class EngineState:
     def free_pages(self) -> jax.Array:
         """Pages that nobody uses or finds."""
         return self.available_pages - self.cached_pages
-
-
-def make_state(
-    config: EngineConfig, *, layers: int, kv_heads: int, head_dim: int, dtype: Any = jnp.float32
-) -> EngineState:
-    """An empty engine. `config.num_pages` and `config.max_model_len` must be set.
-
-    Raises:
-        ValueError: where they are not, or where the pool cannot hold one request of `max_model_len`, or the host's pool
-            not one chunk.
-    """
-    if config.num_pages is None or config.max_model_len is None:
-        raise ValueError(
-            f"make_state needs num_pages and max_model_len, got {config.num_pages} and {config.max_model_len}"
-        )
-    if config.max_pages_per_seq > config.num_pages:
-        raise ValueError(
-            f"a request of max_model_len {config.max_model_len} needs {config.max_pages_per_seq} pages of "
-            f"{config.page_size} tokens, but the pool has {config.num_pages}; lower max_model_len or raise num_pages"
-        )
-    slots, rows = config.max_num_seqs, config.max_num_seqs + config.max_queue
-    pages = config.max_pages_per_seq
-    row_ints, slot_ints, count = jnp.zeros(rows, jnp.int32), jnp.zeros(slots, jnp.int32), jnp.uint32(0)
-    requests = Requests(
-        status=row_ints, uid=row_ints, arrival=row_ints, priority=row_ints,
-        tokens=jnp.zeros((rows, config.max_model_len), jnp.int32),
-        num_tokens=row_ints, prompt_len=row_ints, max_len=row_ints, min_len=row_ints,
-        stop_ids=jnp.full((rows, MAX_STOP_TOKENS), NO_TOKEN, jnp.int32),
-        temperature=jnp.zeros(rows, jnp.float32), top_k=row_ints, top_p=jnp.ones(rows, jnp.float32),
-        min_p=jnp.zeros(rows, jnp.float32), seed=jnp.zeros(rows, jnp.uint32), namespace=row_ints,
-        prefix_hash=jnp.zeros((rows, pages, 2), jnp.uint32), cached_tokens=row_ints, preempted=jnp.zeros(rows, bool),
-        held=jnp.zeros(rows, bool), parent=jnp.full(rows, NO_ROW, jnp.int32),
-    )  # fmt: skip
-    pool = KVPool.zeros(
-        layers=layers, num_pages=config.num_pages, kv_heads=kv_heads, page_size=config.page_size, head_dim=head_dim,
-        dtype=dtype,
-    )  # fmt: skip
-    swap, decisions = _make_swap(config, CHUNK_PAGES * pool.page_bytes), None
-    if config.trace:
-        decisions = Decisions.empty(
-            slots=slots, columns=pages, num_pages=config.num_pages, page_size=config.page_size,
-            most_tokens=config.max_num_batched_tokens, most_restored=0 if swap is None else swap.notes.placed.most,
-        )  # fmt: skip
-    state = EngineState(
-        pool=pool,
-        refcount=jnp.zeros(1 + config.num_pages, jnp.int32).at[SCRATCH_PAGE].set(1),
-        prefixes=Prefixes.empty(config.num_pages, config.page_size, enabled=config.enable_prefix_caching),
-        slots=Slots(
-            occupied=jnp.zeros(slots, bool), request=slot_ints, num_computed_tokens=slot_ints, entered=slot_ints,
-            num_pages=slot_ints,
-            page_table=jnp.full((slots, pages), SCRATCH_PAGE, jnp.int32),
-        ),
-        requests=requests,
-        counters=Counters(
-            submitted=count, steps=count, computed_tokens=count, padded_tokens=count, preemptions=count,
-            prefix_queries=count, prefix_hits=count,
-        ),
-        record=StepRecord.zeros(slots, decisions),
-        swap=swap,
-        admission=config.admission,
-        victim=config.victim,
-    )  # fmt: skip
-    # A donated state must not hold one buffer twice, and equal constants may share one.
-    return jax.tree.map(lambda a: jnp.array(a, copy=True), state)
-
-
-def _make_swap(config: EngineConfig, chunk_bytes: int) -> Swap | None:
-    if config.preemption == "recompute":
-        return None
-    cost = 0.0 if config.preemption == "swap" else config.swap_page_cost
-    if config.swap_space_bytes is None or cost is None:
-        raise ValueError(
-            f"preemption={config.preemption!r} needs swap_space_bytes, and 'auto' swap_page_cost, got "
-            f"{config.swap_space_bytes} and {config.swap_page_cost}"
-        )
-    slots, rows, columns = config.max_num_seqs, config.max_num_seqs + config.max_queue, config.max_pages_per_seq
-    chunks = min(config.swap_space_bytes // chunk_bytes, rows * -(-columns // CHUNK_PAGES))
-    if chunks == 0:
-        raise ValueError(
-            f"swap_space_bytes {config.swap_space_bytes:,} hold no {CHUNK_PAGES} pages, which have {chunk_bytes:,} "
-            "bytes and are moved together: give that many at least, or preemption='recompute'"
-        )
-    most_placed = min(slots * columns, 2 * max(columns, LOOKUP_PAGES) + slots) if config.trace else 0
-    return Swap.empty(
-        chunks=chunks, rows=rows, columns=columns, slots=slots, page_cost=cost,
-        most_placed=most_placed,
-    )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
