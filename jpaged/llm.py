@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,12 @@ import jax.numpy as jnp
 from tqdm import TqdmWarning
 
 from jpaged.config import EngineConfig
+from jpaged.inputs import Inputs, Prompt
 from jpaged.models.llama import load_decoder
 from jpaged.models.load import load_checkpoint, resolve
 from jpaged.models.spec import ModelConfig
 from jpaged.record.replay import replay
-from jpaged.record.saving import Saved, to_json
+from jpaged.record.saving import Saved
 from jpaged.record.stats import EngineStats, TokenEvent
 from jpaged.record.trace import Trace
 from jpaged.request import (
@@ -32,10 +32,11 @@ from jpaged.request import (
     RequestOutput,
     SamplingParams,
 )
-from jpaged.runtime.beam_search import BeamSearch
+from jpaged.runtime.beam_search import BeamRoom, BeamSearch
 from jpaged.runtime.engine import Engine
 from jpaged.runtime.outputs import Beams, Output, StreamEvent
 from jpaged.runtime.prepare import stop_ids
+from jpaged.saved_llm import SavedLLM
 from jpaged.step import EngineState
 from jpaged.text.tokenizer import Tokenizer
 
@@ -43,32 +44,8 @@ with warnings.catch_warnings():  # a notebook without ipywidgets gets a plain ba
     warnings.simplefilter("ignore", TqdmWarning)
     from tqdm.auto import tqdm
 
-#: What an LLM adds to the directory of a saved engine.
-_LLM_FILE = "llm.json"
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """A request that has ended, and whose output nobody has taken yet."""
-
-    request: Request
-    events: tuple[TokenEvent, ...]
-
-
-@dataclass(frozen=True)
-class _LLMState:
-    """llm.json"""
-
-    model: str
-    tokenizer: str  # its fingerprint
-    next_id: int
-    order: tuple[str, ...]  # ids of requests whose outputs are wanted, in the order of submission
-    ended: tuple[_Ended, ...]
 
 
 class LLM:
@@ -108,7 +85,7 @@ class LLM:
         ends = dict.fromkeys((*checkpoint.config.eos_token_ids, *self.tokenizer.eos_token_ids))
         shapes = replace(checkpoint.config, eos_token_ids=tuple(ends))
         self._engine: Engine | None = Engine(decoder, params, shapes, config)
-        self._ids = itertools.count()
+        self._inputs = Inputs(self.tokenizer)
         # Held for a burst, never between two pieces of a stream.
         self._lock = threading.Lock()
         self._beam_lock = threading.Lock()  # held for a whole call
@@ -143,7 +120,7 @@ class LLM:
         Raises:
             ValueError: for a prompt or parameters that can never run, naming the prompt; nothing has run then.
         """
-        return self._collect(self._requests(prompts, sampling_params, priority), use_tqdm)
+        return self._collect(self._inputs.of_prompts(self.engine, prompts, sampling_params, priority), use_tqdm)
 
     def chat(
         self,
@@ -162,7 +139,7 @@ class LLM:
         Raises:
             ValueError: also where the model has no template, or the template refuses the conversation.
         """
-        return self._collect(self._chat_requests(messages, sampling_params, priority), use_tqdm)
+        return self._collect(self._inputs.of_conversations(self.engine, messages, sampling_params, priority), use_tqdm)
 
     def stream(
         self,
@@ -172,7 +149,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
     ) -> Iterator[StreamEvent]:
         """Like `generate`, but yields each piece of text as it comes. Stopping early aborts what is left."""
-        return self._stream(self._requests(prompts, sampling_params, priority))
+        return self._stream(self._inputs.of_prompts(self.engine, prompts, sampling_params, priority))
 
     def stream_chat(
         self,
@@ -182,7 +159,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
     ) -> Iterator[StreamEvent]:
         """Like `chat`, but yields each piece of text as it comes. Stopping early aborts what is left."""
-        return self._stream(self._chat_requests(messages, sampling_params, priority))
+        return self._stream(self._inputs.of_conversations(self.engine, messages, sampling_params, priority))
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
@@ -200,8 +177,16 @@ class LLM:
         Raises:
             ValueError: also for more beams than `max_num_seqs`, or than the pool has pages for.
         """
-        requests = self._requests(prompts, params.sampling_params(), 0, self._num_candidates(params))
-        needs = [self._beam_pages(number, request) for number, request in enumerate(requests)]
+        engine, own = self.engine, params.sampling_params()
+        candidates = BeamSearch.num_candidates(
+            params.beam_width, stop_ids(own, engine.model_config), engine.model_config.vocab_size
+        )
+        requests = self._inputs.of_prompts(engine, prompts, own, 0, candidates)
+        room = BeamRoom(
+            slots=engine.config.max_num_seqs, pages=engine.num_pages, page_size=engine.config.page_size,
+            max_model_len=engine.max_model_len,
+        )  # fmt: skip
+        needs = [room.pages_of(number, request) for number, request in enumerate(requests)]
         outputs: dict[str, BeamSearchOutput] = {}
         waiting, open_ = deque(zip(requests, needs, strict=True)), dict[str, int]()
         arrived: deque[BeamSearchOutput] = deque()
@@ -210,7 +195,7 @@ class LLM:
             try:
                 while waiting or open_:
                     with self._lock:
-                        while waiting and self._beams_fit(params, [*open_.values(), waiting[0][1]]):
+                        while waiting and room.fits(params.beam_width, [*open_.values(), waiting[0][1]]):
                             request, pages = waiting.popleft()
                             open_[request.request_id] = pages
                             self.engine.submit(request)
@@ -227,103 +212,6 @@ class LLM:
                 with self._lock:
                     self._drop_abandoned()
         return [outputs[request.request_id] for request in requests]
-
-    def _num_candidates(self, params: BeamSearchParams) -> int:
-        model = self.model_config
-        ends = stop_ids(params.sampling_params(), model)
-        return BeamSearch.num_candidates(params.beam_width, ends, model.vocab_size)
-
-    def _beam_pages(self, number: int, request: Request) -> int:
-        """Pages that the beams of a request need at most, so that none of them ever waits for another.
-
-        Raises:
-            ValueError: they are more than there are, or the beams more than the slots, or nothing can follow.
-        """
-        width, prompt, config = request.params.n, len(request.prompt_token_ids), self.config
-        if prompt >= self.engine.max_model_len:
-            raise ValueError(f"prompt {number} has {prompt} tokens: nothing can follow within max_model_len")
-        total = -(-min(prompt + (request.params.max_tokens or 0), self.engine.max_model_len) // config.page_size)
-        # Each has its own from the end of the prompt on, and admission keeps one for each to grow into.
-        pages = total + (width - 1) * (total - prompt // config.page_size) + width
-        if width > config.max_num_seqs or pages > self.engine.num_pages:
-            raise ValueError(
-                f"prompt {number}: {width} beams need {width} slots and up to {pages} pages at the same time; there "
-                f"are {config.max_num_seqs} slots (max_num_seqs) and {self.engine.num_pages} pages"
-            )
-        return pages
-
-    def _beams_fit(self, params: BeamSearchParams, pages: list[int]) -> bool:
-        return len(pages) * params.beam_width <= self.config.max_num_seqs and sum(pages) <= self.engine.num_pages
-
-    # -- from prompts to requests
-
-    def _requests(self, prompts: Any, sampling_params: Any, priority: Any, candidates: int = 0) -> list[Request]:
-        if _is_one_prompt(prompts):
-            prompts = [prompts]
-        texts, ids, salts = [], [], []
-        for number, prompt in enumerate(prompts):
-            text, tokens = self._tokenize(prompt, number)
-            texts.append(text)
-            ids.append(tokens)
-            salts.append(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None)
-        return self._checked(texts, ids, salts, sampling_params, priority, candidates)
-
-    def _chat_requests(self, messages: Any, sampling_params: Any, priority: Any) -> list[Request]:
-        one = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations = [messages] if one else list(messages)
-        texts, ids = [], []
-        for number, conversation in enumerate(conversations):
-            try:
-                texts.append(self.tokenizer.render_chat(conversation))
-                ids.append(self.tokenizer.apply_chat_template(conversation))
-            except ValueError as error:
-                raise ValueError(f"conversation {number}: {error}") from error
-        return self._checked(texts, ids, [None] * len(ids), sampling_params, priority)
-
-    def _tokenize(self, prompt: Any, number: int) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            known = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
-            if len(known) != 1 or not prompt.keys() <= {known[0], "cache_salt"}:
-                raise ValueError(
-                    f"prompt {number} must have either 'prompt' or 'prompt_token_ids', and nothing else but a "
-                    f"'cache_salt'; it has {sorted(prompt)}"
-                )
-            prompt = prompt[known[0]]
-        if isinstance(prompt, str):
-            try:
-                return prompt, self.tokenizer.encode(prompt)
-            except ValueError as error:
-                raise ValueError(f"prompt {number}: {error}") from error
-        if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
-            values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-            if all(isinstance(token, int) and not isinstance(token, bool) for token in values):
-                return None, values
-        raise ValueError(f"prompt {number} must be a text or a list of token ids, got {prompt!r:.80}")
-
-    def _checked(
-        self, texts: list, ids: list, salts: list, sampling_params: Any, priority: Any, candidates: int = 0
-    ) -> list[Request]:
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(ids)
-        else:
-            params = list(sampling_params)
-            if len(params) != len(ids):
-                raise ValueError(f"{len(ids)} prompts need as many SamplingParams (or one for all), got {len(params)}")
-        priorities = [priority] * len(ids) if isinstance(priority, int) else list(priority)
-        if len(priorities) != len(ids):
-            raise ValueError(f"{len(ids)} prompts need as many priorities (or one for all), got {len(priorities)}")
-        requests = []
-        each = zip(texts, ids, salts, params, priorities, strict=True)
-        for number, (text, tokens, salt, own, prior) in enumerate(each):
-            if not isinstance(own, SamplingParams):
-                raise ValueError(f"prompt {number}: sampling parameters must be SamplingParams, got {own!r:.80}")
-            try:
-                request = Request(str(next(self._ids)), tuple(tokens), own, text, salt, prior, candidates=candidates)
-                self.engine.check(request)
-            except ValueError as error:
-                raise ValueError(f"prompt {number}: {error}") from error
-            requests.append(request)
-        return requests
 
     # -- from events to outputs
 
@@ -427,16 +315,8 @@ class LLM:
             self._drop_abandoned()
             # The engine refuses where a beam search is under way.
             routes = {name: output for name, (_, output) in list(self._routes.items()) if isinstance(output, Output)}
-            ended = [one for one in routes.values() if one.finished]
-            path = Path(self.model).expanduser()
-            own = _LLMState(
-                model=str(path.absolute()) if path.exists() else self.model,
-                tokenizer=self.tokenizer.fingerprint(),
-                next_id=next(self._ids),
-                order=tuple(routes),
-                ended=tuple(_Ended(one.request, tuple(one.events)) for one in ended),
-            )
-            return self.engine.save_state(directory, {_LLM_FILE: to_json(own)})
+            own = SavedLLM.of(self.model, self.tokenizer, self._inputs.new_id(), routes)
+            return self.engine.save_state(directory, own.files())
 
     @classmethod
     def restore(
@@ -469,15 +349,20 @@ class LLM:
                 others, a field is changed that may not be, or the pages in use do not fit.
         """
         saved = Saved(directory)
-        own = saved.read(_LLM_FILE, _LLMState)
+        own = SavedLLM.read(saved)
         config = saved.config(**changes)
         llm = cls(model or own.model, config=config, tokenizer=tokenizer, chat_template=chat_template)
         try:
             if llm.tokenizer.fingerprint() != own.tokenizer:
                 raise ValueError(f"{directory} was saved with another tokenizer: give it, as tokenizer=")
             llm.engine.load_state(saved)
-            llm._ids = itertools.count(own.next_id)
-            llm._leave(own)
+            llm._inputs = Inputs(llm.tokenizer, own.next_id)
+            for output, pieces in own.outputs(llm.engine.unfinished(), llm.tokenizer):
+                requests, arrived = llm._left
+                llm._routes[output.request.request_id] = arrived, output
+                requests.append(output.request)
+                if output.finished:
+                    arrived.append(pieces[-1])
         except BaseException:
             llm.close()
             raise
@@ -493,21 +378,6 @@ class LLM:
         requests, arrived = self._left
         self._left = [], deque()
         return self._collect(requests, use_tqdm, arrived)
-
-    def _leave(self, own: _LLMState) -> None:
-        """Leaves to `resume` what an engine that was restored holds."""
-        requests, arrived = self._left
-        held = {one.request.request_id: (one.request, list(one.events)) for one in own.ended}
-        held |= {request.request_id: (request, events) for request, events in self.engine.unfinished()}
-        # Last those that were submitted to the engine itself.
-        for number, name in enumerate(dict.fromkeys((*own.order, *held))):
-            request, events = held[name]
-            output = Output(number, request, self.tokenizer)
-            pieces = output.add(events)
-            self._routes[name] = arrived, output
-            requests.append(request)
-            if output.finished:
-                arrived.append(pieces[-1])
 
     # -- the engine
 
@@ -633,14 +503,3 @@ class LLM:
             f"{config.num_pages} pages of {config.page_size} tokens, {config.max_num_seqs} slots, "
             f"max_model_len={config.max_model_len})"
         )
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, (str, Mapping)):
-        return True
-    if hasattr(prompts, "ndim"):
-        return prompts.ndim == 1
-    if not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts must be a text, a list of token ids, or a list of these; got {prompts!r:.80}")
-    # A list of ids, also an empty one given alone as [[]] or among others, is a prompt; [] is no prompts.
-    return len(prompts) > 0 and isinstance(prompts[0], int) and not isinstance(prompts[0], bool)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jpaged.request import BeamSearchParams, FinishReason
+from jpaged.request import BeamSearchParams, FinishReason, Request
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,37 @@ class BeamSearch:
         penalty = self.params.length_penalty
         length = self.max_tokens if penalty > 0 else len(self.beams[0].token_ids) + 1
         return self.best()[-1].score(penalty) >= max(beam.cum_logprob for beam in self.beams) / length**penalty
+
+
+@dataclass(frozen=True)
+class BeamRoom:
+    """What an engine has for beams. Beams of one prompt wait for each other, so a prompt is admitted only if all its
+    beams have slots and pages to their end."""
+
+    slots: int
+    pages: int
+    page_size: int
+    max_model_len: int
+
+    def pages_of(self, number: int, request: Request) -> int:
+        """Pages that the beams of prompt `number` need at most, so that none of them ever waits for another.
+
+        Raises:
+            ValueError: there are fewer pages or slots than the beams need, or no token can follow the prompt.
+        """
+        width, prompt = request.params.n, len(request.prompt_token_ids)
+        if prompt >= self.max_model_len:
+            raise ValueError(f"prompt {number} has {prompt} tokens: nothing can follow within max_model_len")
+        total = -(-min(prompt + (request.params.max_tokens or 0), self.max_model_len) // self.page_size)
+        # Each has its own from the end of the prompt on, and admission keeps one for each to grow into.
+        pages = total + (width - 1) * (total - prompt // self.page_size) + width
+        if width > self.slots or pages > self.pages:
+            raise ValueError(
+                f"prompt {number}: {width} beams need {width} slots and up to {pages} pages at the same time; there "
+                f"are {self.slots} slots (max_num_seqs) and {self.pages} pages"
+            )
+        return pages
+
+    def fits(self, beam_width: int, pages: Sequence[int]) -> bool:
+        """Whether searches that need `pages` can run at the same time."""
+        return len(pages) * beam_width <= self.slots and sum(pages) <= self.pages

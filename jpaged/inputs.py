@@ -1,0 +1,132 @@
+"""What callers of an LLM give, checked and made into requests: prompts, conversations, parameters, priorities."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jpaged.request import Request, SamplingParams
+from jpaged.runtime.engine import Engine
+from jpaged.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class Inputs:
+    """Makes requests of what callers give, and gives each an id.
+
+    Args:
+        tokenizer: of the model.
+        next_id: the id of the next request.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, next_id: int = 0):
+        self._tokenizer = tokenizer
+        self._ids = itertools.count(next_id)
+
+    def of_prompts(
+        self, engine: Engine, prompts: Any, sampling_params: Any, priority: Any, candidates: int = 0
+    ) -> list[Request]:
+        """One request a prompt, in their order; arguments as of `LLM.generate`.
+
+        Args:
+            engine: that is to run them.
+            candidates: how many tokens are offered for each that is generated; 0: tokens are sampled.
+
+        Raises:
+            ValueError: naming the prompt that cannot run, or the parameters.
+        """
+        if _is_one_prompt(prompts):
+            prompts = [prompts]
+        texts, ids, salts = [], [], []
+        for number, prompt in enumerate(prompts):
+            text, tokens = self._tokenize(prompt, number)
+            texts.append(text)
+            ids.append(tokens)
+            salts.append(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None)
+        return self._checked(engine, texts, ids, salts, sampling_params, priority, candidates)
+
+    def of_conversations(self, engine: Engine, messages: Any, sampling_params: Any, priority: Any) -> list[Request]:
+        """One request a conversation, in their order; arguments as of `LLM.chat`.
+
+        Raises:
+            ValueError: naming the conversation that cannot run, or the parameters.
+        """
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations = [messages] if one else list(messages)
+        texts, ids = [], []
+        for number, conversation in enumerate(conversations):
+            try:
+                texts.append(self._tokenizer.render_chat(conversation))
+                ids.append(self._tokenizer.apply_chat_template(conversation))
+            except ValueError as error:
+                raise ValueError(f"conversation {number}: {error}") from error
+        return self._checked(engine, texts, ids, [None] * len(ids), sampling_params, priority)
+
+    def _tokenize(self, prompt: Any, number: int) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
+            if len(known) != 1 or not prompt.keys() <= {known[0], "cache_salt"}:
+                raise ValueError(
+                    f"prompt {number} must have either 'prompt' or 'prompt_token_ids', and nothing else but a "
+                    f"'cache_salt'; it has {sorted(prompt)}"
+                )
+            prompt = prompt[known[0]]
+        if isinstance(prompt, str):
+            try:
+                return prompt, self._tokenizer.encode(prompt)
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from error
+        if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
+            values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+            if all(isinstance(token, int) and not isinstance(token, bool) for token in values):
+                return None, values
+        raise ValueError(f"prompt {number} must be a text or a list of token ids, got {prompt!r:.80}")
+
+    def _checked(
+        self,
+        engine: Engine,
+        texts: Sequence[str | None],
+        ids: Sequence[Sequence[int]],
+        salts: Sequence[Any],
+        sampling_params: Any,
+        priority: Any,
+        candidates: int = 0,
+    ) -> list[Request]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(ids)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(ids):
+                raise ValueError(f"{len(ids)} prompts need as many SamplingParams (or one for all), got {len(params)}")
+        priorities = [priority] * len(ids) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(ids):
+            raise ValueError(f"{len(ids)} prompts need as many priorities (or one for all), got {len(priorities)}")
+        requests = []
+        each = zip(texts, ids, salts, params, priorities, strict=True)
+        for number, (text, tokens, salt, own, prior) in enumerate(each):
+            if not isinstance(own, SamplingParams):
+                raise ValueError(f"prompt {number}: sampling parameters must be SamplingParams, got {own!r:.80}")
+            try:
+                request = Request(str(self.new_id()), tuple(tokens), own, text, salt, prior, candidates=candidates)
+                engine.check(request)
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from error
+            requests.append(request)
+        return requests
+
+    def new_id(self) -> int:
+        """An id that no request has had; safe in many threads."""
+        return next(self._ids)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if hasattr(prompts, "ndim"):
+        return prompts.ndim == 1
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts must be a text, a list of token ids, or a list of these; got {prompts!r:.80}")
+    # A list of ids, also an empty one given alone as [[]] or among others, is a prompt; [] is no prompts.
+    return len(prompts) > 0 and isinstance(prompts[0], int) and not isinstance(prompts[0], bool)
