@@ -58,8 +58,9 @@ class Inputs:
         texts, ids = [], []
         for number, conversation in enumerate(conversations):
             try:
-                texts.append(self._tokenizer.render_chat(conversation))
-                ids.append(self._tokenizer.apply_chat_template(conversation))
+                text, tokens = self._tokenizer.chat(conversation)
+                texts.append(text)
+                ids.append(tokens)
             except ValueError as error:
                 raise ValueError(f"conversation {number}: {error}") from error
         return self._checked(engine, texts, ids, [None] * len(ids), sampling_params, priority)

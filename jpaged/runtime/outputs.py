@@ -20,7 +20,8 @@ from jpaged.request import (
 from jpaged.runtime.beam_search import Beam, BeamSearch, Candidates
 from jpaged.runtime.engine import Engine
 from jpaged.runtime.prepare import stop_ids
-from jpaged.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from jpaged.text.detokenize import IncrementalDetokenizer
+from jpaged.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,24 @@
-"""Text to token ids and back, incremental decoding, and chat templates.
+"""Text to token ids and back, for one model: vocabulary, special tokens and chat template.
 
-Encoding is that of the `tokenizers` library. Decoding is ours, on bytes: every token stands for a fixed run
-of bytes, so a text is the UTF-8 decoding of their concatenation, and a stream needs no window of past tokens
-and no second look at what it already gave out.
+Encoding is that of the `tokenizers` library; decoding is in `jpaged.text.detokenize`.
 """
 
 from __future__ import annotations
 
-import codecs
+import copy
 import hashlib
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as _Backend
 
+from checkpoints import GGUFSource
 from checkpoints.huggingface import read_json
-from jpaged.text.gguf_vocabulary import tokenizer_of_gguf
-
-# what a template can raise: its own errors, and those of Python expressions in it
-_TEMPLATE_ERRORS = (
-    TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
+from jpaged.text.chat import ChatTemplate, check_messages, check_text, read_template, stored_template
+from jpaged.text.detokenize import IncrementalDetokenizer, PieceDecoder
+from jpaged.text.gguf_vocabulary import end_pieces, tokenizer_of_gguf
+from jpaged.text.markup import Markup
 
 
 class Tokenizer:
@@ -38,10 +29,12 @@ class Tokenizer:
         bos_token: begins a prompt; None: the model has none.
         eos_tokens: end a text; the first one is what templates see as `eos_token`.
         add_bos: whether `encode` puts one BOS before a text; None: as the backend's post-processor does.
-        chat_template: a jinja2 template, or None.
+        chat_template: a jinja2 template, or the path of one; None: conversations cannot be written.
+        special_tokens: what templates see beside `bos_token` and `eos_token`, by name: `pad_token`, `unk_token`.
 
     Raises:
-        ValueError: a special token is not in the vocabulary, or the backend's decoder is not known.
+        ValueError: a special token is not in the vocabulary, the backend's decoder is not known, or `chat_template`
+            is neither a template nor a file.
     """
 
     def __init__(
@@ -51,35 +44,44 @@ class Tokenizer:
         bos_token: str | None = None,
         eos_tokens: Sequence[str] = (),
         add_bos: bool | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ):
         self._backend = backend
         self.bos_token = bos_token
         self.bos_token_id = None if bos_token is None else self._id_of(bos_token, "bos_token")
         self.eos_tokens = tuple(eos_tokens)
         self.eos_token_ids = tuple(dict.fromkeys(self._id_of(token, "eos_token") for token in eos_tokens))
-        self.chat_template = chat_template
+        self._template = None if chat_template is None else ChatTemplate(read_template(chat_template))
+        self._names = {**(special_tokens or {}), "bos_token": bos_token or "", "eos_token": ("", *eos_tokens)[:2][-1]}
         self._added = backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in self._added.items() if token.special)
-        self._bytes = _ByteDecoder(backend)
+        self._bytes = PieceDecoder(backend)
+        self._markup = Markup(backend)
         self._cache: dict[int, bytes] = {}
         self._prefix = self._prefix_of(add_bos)
-        self._template: Any = None
 
     @classmethod
-    def load(cls, source: str | Path | Mapping[str, Any], *, chat_template: str | None = None) -> Tokenizer:
-        """From a directory with tokenizer.json, or from the metadata of a GGUF file.
+    def load(cls, source: str | Path | Mapping[str, Any], *, chat_template: str | Path | None = None) -> Tokenizer:
+        """From a directory with tokenizer.json, from a `.gguf` file, or from the metadata of one.
 
         Args:
-            source: what `Checkpoint.tokenizer_source` holds.
-            chat_template: a jinja2 template to use instead of the stored one.
+            source: the path, or the metadata.
+            chat_template: a jinja2 template, or the path of one, to use instead of the stored one.
 
         Raises:
             ValueError: a file is missing or damaged, or the kind of vocabulary is not supported.
         """
+        if not isinstance(source, (str, Path, Mapping)):
+            raise ValueError(f"a tokenizer is loaded from a directory or a .gguf file, got {source!r:.80}")
+        if chat_template is not None:
+            chat_template = read_template(chat_template)
         if isinstance(source, Mapping):
             return cls._from_gguf(source, chat_template)
-        return cls._from_directory(Path(source), chat_template)
+        path = Path(source).expanduser()
+        if path.is_file() and path.suffix == ".gguf":
+            return cls._from_gguf(GGUFSource(path).metadata, chat_template)
+        return cls._from_directory(path, chat_template)
 
     @classmethod
     def _from_directory(cls, path: Path, chat_template: str | None) -> Tokenizer:
@@ -90,27 +92,26 @@ class Tokenizer:
             backend = _Backend.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for anything it cannot parse
             raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
-        # a file saved with them would cut or pad every prompt
+        # A file saved with them would cut or pad every prompt.
         backend.no_truncation()
         backend.no_padding()
         settings = path / "tokenizer_config.json"
         config = read_json(settings) if settings.is_file() else {}
-        # a special token is a string there, or an object with its content
-        bos, eos = (
-            token["content"] if isinstance(token, Mapping) else token
-            for token in (config.get("bos_token"), config.get("eos_token"))
-        )
-        return cls(
+        named = _named_tokens(path, config)
+        eos = named.get("eos_token")
+        loaded = cls(
             backend,
-            bos_token=bos,
+            bos_token=named.get("bos_token"),
             eos_tokens=() if eos is None else (eos,),
             add_bos=config.get("add_bos_token"),
-            chat_template=chat_template or _stored_template(path, config),
+            special_tokens=named,
         )
+        return loaded._with_template(stored_template(path, config) if chat_template is None else chat_template)
 
     @classmethod
     def _from_gguf(cls, metadata: Mapping[str, Any], chat_template: str | None) -> Tokenizer:
-        backend, add_bos = tokenizer_of_gguf(metadata)
+        template = metadata.get("tokenizer.chat_template") if chat_template is None else chat_template
+        backend, add_bos = tokenizer_of_gguf(metadata, template)
         tokens = metadata["tokenizer.ggml.tokens"]
 
         def special(name: str) -> str | None:
@@ -121,14 +122,29 @@ class Tokenizer:
                 raise ValueError(f"tokenizer.ggml.{name}_token_id is {token}, beyond {len(tokens)} tokens")
             return tokens[token]
 
-        ends = (special("eos"), special("eot"), special("eom"))
-        return cls(
+        names = {"pad_token": "padding", "unk_token": "unknown", "sep_token": "seperator"}  # GGUF spells it so
+        ends = (special("eos"), special("eot"), special("eom"), *end_pieces(tokens))
+        loaded = cls(
             backend,
             bos_token=special("bos"),
             eos_tokens=tuple(dict.fromkeys(end for end in ends if end is not None)),
             add_bos=metadata.get("tokenizer.ggml.add_bos_token", add_bos),
-            chat_template=chat_template or metadata.get("tokenizer.chat_template"),
+            special_tokens={name: token for name, key in names.items() if (token := special(key)) is not None},
         )
+        return loaded._with_template(template)
+
+    def with_chat_template(self, chat_template: str | Path) -> Tokenizer:
+        """This tokenizer with another jinja2 template, given as text or as the path of one."""
+        return copy.copy(self)._with_template(read_template(chat_template))
+
+    def _with_template(self, text: str | None) -> Tokenizer:
+        self._template = None if text is None else ChatTemplate(text)
+        return self
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the jinja2 template; None: there is none."""
+        return None if self._template is None else self._template.source
 
     @property
     def vocab_size(self) -> int:
@@ -145,7 +161,7 @@ class Tokenizer:
         Raises:
             ValueError: `text` is not a string, or holds half of a surrogate pair.
         """
-        _check_text(text, "text")
+        check_text(text, "text")
         ids = self._backend.encode(text, add_special_tokens=False).ids
         if not add_special_tokens or ids[: len(self._prefix)] == self._prefix:
             return ids
@@ -163,40 +179,58 @@ class Tokenizer:
         return stream.push(ids) + stream.finish()
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        allow_special_tokens: bool = False,
     ) -> list[int]:
         """The ids of a conversation, written by the model's template; only the template adds special tokens.
+
+        They are those of transformers' `apply_chat_template`, but for messages that spell a special token: what a
+        message says is text, also where it says `<|im_end|>`.
 
         Args:
             messages: dictionaries with the strings "role" and "content".
             add_generation_prompt: whether the assistant's turn is opened at the end.
+            allow_special_tokens: special tokens that a message spells are special tokens, as in transformers.
 
         Raises:
             ValueError: no template, messages of another form, or an error that the template raises.
         """
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+        return self.chat(messages, add_generation_prompt, allow_special_tokens=allow_special_tokens)[1]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text that `apply_chat_template` encodes. Raises the same errors."""
-        if self.chat_template is None:
+        return self._render(messages, add_generation_prompt, mark=False)[0]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        allow_special_tokens: bool = False,
+    ) -> tuple[str, list[int]]:
+        """Text and ids of a conversation: what `render_chat` and `apply_chat_template` give, at once."""
+        text, mark = self._render(messages, add_generation_prompt, mark=not allow_special_tokens)
+        if mark is None:
+            return text, self.encode(text, add_special_tokens=False)
+        return text.replace(mark, ""), self._markup.encode(text, mark)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, *, mark: bool
+    ) -> tuple[str, str | None]:
+        """The text that the template writes, and the mark in it before special tokens that messages spell."""
+        if self._template is None:
             raise ValueError(
                 "this model has no chat template: give one as chat_template=..., or put the prompt "
                 "together and use generate"
             )
-        _check_messages(messages)
-        try:
-            if self._template is None:
-                self._template = _template_environment().from_string(self.chat_template)
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.bos_token or "",
-                eos_token=self.eos_tokens[0] if self.eos_tokens else "",
-                tools=None,
-                documents=None,
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise ValueError(f"the chat template refused these messages: {error}") from error
+        check_messages(messages)
+        written, found = [dict(message) for message in messages], None
+        if mark:
+            written, found = self._markup.mark(messages, self._template.source)
+        return self._template.render(written, add_generation_prompt=add_generation_prompt, **self._names), found
 
     def __repr__(self) -> str:
         return (
@@ -244,155 +278,24 @@ class Tokenizer:
             self._cache[token] = found
         return found
 
+    def first_bytes(self, data: bytes) -> bytes:
+        """`data`, of `token_bytes`, where no text came before it: without the space that encoding put there."""
+        return self._bytes.first(data)
 
-class IncrementalDetokenizer:
-    """Text of a growing sequence, piece by piece.
 
-    The pieces joined are exactly `Tokenizer.decode_continuation`. A character that is split over tokens comes
-    whole; bytes that can no longer become valid come at once as U+FFFD, so at most 3 bytes are ever held
-    back.
-
-    Args:
-        tokenizer: of the model.
-        prompt_ids: what came before; only its end matters: a character begun there is completed here, and a
-            first word keeps its space.
-        skip_special_tokens: leave special tokens out of the text.
+def _named_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name, in transformers' order. special_tokens_map.json goes before tokenizer_config.json, unless
+    that describes its added tokens and so is of a version that writes all of them there; then it fills what is missing.
     """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True):
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # an unfinished character is at most 3 bytes: later tokens cannot depend on anything before them
-        tail: list[bytes] = []
-        size = 0
-        for token in reversed(prompt_ids):
-            tail.append(tokenizer.token_bytes(token, skip_special_tokens))
-            size += len(tail[-1])
-            if size > 3:
-                break
-        self._at_start = size == 0
-        self._utf8.decode(b"".join(reversed(tail)))
-
-    def push(self, ids: Iterable[int]) -> str:
-        """The text that `ids` complete; may be empty."""
-        parts = []
-        for token in ids:
-            data = self._tokenizer.token_bytes(token, self._skip)
-            if self._at_start and data:
-                data = self._tokenizer._bytes.at_start(data)
-                self._at_start = False
-            parts.append(data)
-        return self._utf8.decode(b"".join(parts))
-
-    def finish(self) -> str:
-        """What is still held back: U+FFFD for a character that was never completed, else nothing."""
-        return self._utf8.decode(b"", final=True)
-
-
-class _ByteDecoder:
-    """What a piece of the vocabulary stands for, as bytes, by the decoder that the backend declares."""
-
-    def __init__(self, backend: _Backend):
-        state = json.loads(backend.to_str())
-        spec = state["decoder"]
-        steps = [] if spec is None else spec["decoders"] if spec["type"] == "Sequence" else [spec]
-        kinds = [step["type"] for step in steps]
-        self._replacements: list[tuple[str, str]] = []
-        self._byte_level = kinds == ["ByteLevel"]
-        self._byte_fallback = "ByteFallback" in kinds
-        # without a decoder the library joins the pieces with spaces
-        self._prefix, self._strip = (b" ", 1) if spec is None else (b"", 0)
-        for step in steps:
-            kind = step["type"]
-            if kind == "Metaspace":
-                self._replacements.append((step["replacement"], " "))
-                self._strip = 0 if step.get("prepend_scheme") == "never" else 1
-            elif kind == "Replace" and "String" in step["pattern"]:
-                self._replacements.append((step["pattern"]["String"], step["content"]))
-            elif kind == "Strip" and step["content"] == " " and step["stop"] == 0:
-                self._strip = step["start"]
-            elif kind not in ("ByteFallback", "Fuse") and not self._byte_level:
-                raise ValueError(
-                    f"the tokenizer's decoder {kinds} is not supported; supported: none, ByteLevel, "
-                    "Metaspace, and sequences of Replace, ByteFallback, Fuse and Strip of leading spaces"
-                )
-
-    def __call__(self, piece: str, added: bool) -> bytes:
-        if self._byte_level:
-            # an added token is text, not bytes written as letters
-            if not added and all(letter in _BYTE_OF_LETTER for letter in piece):
-                return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
-            return piece.encode("utf-8", "replace")
-        if self._byte_fallback and (match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)):
-            return bytes([int(match[1], 16)])
-        for old, new in self._replacements:
-            piece = piece.replace(old, new)
-        return self._prefix + piece.encode("utf-8", "replace")
-
-    def at_start(self, data: bytes) -> bytes:
-        """The first piece of a text: without the space that encoding put before it."""
-        for _ in range(self._strip):
-            data = data.removeprefix(b" ")
-        return data
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letter that byte-level vocabularies write for each byte, as GPT-2 defined it."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER = _byte_letters()
-
-
-def _stored_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The template beside the tokenizer, in transformers' order: own file, JSON file, configuration."""
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    stored: Any = config.get("chat_template")
-    if (path / "chat_template.json").is_file():
-        stored = read_json(path / "chat_template.json").get("chat_template")
-    if isinstance(stored, list):  # several, by name
-        return {entry["name"]: entry["template"] for entry in stored}.get("default")
-    return stored
-
-
-def _template_environment() -> ImmutableSandboxedEnvironment:
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
-    environment = ImmutableSandboxedEnvironment(**options)
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _check_text(text: Any, what: str) -> None:
-    if not isinstance(text, str):
-        raise ValueError(f"{what} must be a string, got {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{what} holds half of a surrogate pair at position {error.start}: it is not valid Unicode text"
-        ) from error
-
-
-def _check_messages(messages: Any) -> None:
-    example = 'a list like [{"role": "user", "content": "Hello"}]'
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"messages must be {example}, got {messages!r:.80}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(f"messages[{i}] must be a dictionary, got {message!r:.80}; messages are {example}")
-        for key in ("role", "content"):
-            if key not in message:
-                raise ValueError(f"messages[{i}] has no {key!r}; messages are {example}")
-            _check_text(message[key], f"messages[{i}][{key!r}]")
+    file = path / "special_tokens_map.json"
+    stored = read_json(file) if file.is_file() else {}
+    both = {**stored, **config} if "added_tokens_decoder" in config else {**config, **stored}
+    named = {}
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+        # A token is a string, or an object with its content; None in one file gives way to the other.
+        token = next((one for one in (both.get(name), stored.get(name), config.get(name)) if one is not None), None)
+        if isinstance(token, Mapping):
+            token = token["content"]
+        if token is not None:
+            named[name] = token
+    return named

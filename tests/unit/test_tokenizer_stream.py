@@ -14,7 +14,8 @@ from support.checkpoint_files import (
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from jpaged.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from jpaged.text.detokenize import IncrementalDetokenizer
+from jpaged.text.tokenizer import Tokenizer
 
 BYTES = Tokenizer(byte_level_tokenizer(), bos_token="<s>", eos_tokens=["</s>"])
 PIECES = Tokenizer.load(sentencepiece_metadata())
