@@ -88,6 +88,8 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
                         f"until={done}"
                     )
             case Restart():
+                for leaf in jax.tree.leaves(state):  # first: the device may have no room for two pools
+                    leaf.delete()
                 state = _empty(trace)
     return state
 

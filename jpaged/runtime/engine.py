@@ -111,7 +111,7 @@ class Engine:
         self.num_pages, self.max_model_len = self.config.num_pages, self.config.max_model_len
         #: What the engine was told and what its steps decided, where `config.trace` asks for it.
         self.trace = Trace(self.config, pool_shape(model_config)) if config.trace else None
-        self._reset()
+        self._start_empty()
         self._host_pool: HostPool | None = None
         if self.config.preemption != "recompute":
             assert self._state.swap is not None
@@ -458,6 +458,15 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
+        self._free_state()  # first: the device has no room for two pools
+        self._start_empty()
+
+    def _free_state(self) -> None:
+        for leaf in jax.tree.leaves(self._state):
+            if not leaf.is_deleted():
+                leaf.delete()
+
+    def _start_empty(self) -> None:
         self._state = self._make_state(self.config)
         self._tell(Restart())
         self._demand = jnp.int32(0)
@@ -638,9 +647,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees the pool and lets go of weights and programs. Twice is harmless."""
-        for leaf in jax.tree.leaves(self._state):
-            if not leaf.is_deleted():
-                leaf.delete()
+        self._free_state()
         if self._host_pool is not None:
             self._host_pool.close()
         self._params = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -15,15 +18,33 @@ from jpaged.step.sharing.index import LOOKUP_PAGES, Prefixes
 from jpaged.step.state import NO_ROW, NO_TOKEN, Counters, EngineState, Requests, Slots, StepRecord
 from jpaged.step.swap.table import Swap
 
+#: Programs of `make_state` that are kept, so that a process that makes many small states compiles each once.
+_MOST_PROGRAMS = 32
+
 
 def make_state(
-    config: EngineConfig, *, layers: int, kv_heads: int, head_dim: int, dtype: Any = jnp.float32
+    config: EngineConfig,
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: Any = jnp.float32,
+    shardings: Any = None,
 ) -> EngineState:
     """An empty engine. `config.num_pages` and `config.max_model_len` must be set.
 
+    One compiled program without inputs writes all arrays where they stay, so that the memory taken is that of the
+    state. Every array has a buffer of its own, as donating the state needs. Inside `jax.eval_shape` it gives shapes.
+
+    Args:
+        layers, kv_heads, head_dim: of the model whose keys and values the pool holds.
+        dtype: of the pool.
+        shardings: of the arrays, a tree like the state (see `jpaged.parallel.rules.state_shardings`); None: all on the
+            default device.
+
     Raises:
-        ValueError: where they are not, or where the pool cannot hold one request of `max_model_len`, or the host's pool
-            not one chunk.
+        ValueError: where a size is not set, or where the pool cannot hold one request of `max_model_len`, or the host's
+            pool not one chunk.
     """
     if config.num_pages is None or config.max_model_len is None:
         raise ValueError(
@@ -34,6 +55,23 @@ def make_state(
             f"a request of max_model_len {config.max_model_len} needs {config.max_pages_per_seq} pages of "
             f"{config.page_size} tokens, but the pool has {config.num_pages}; lower max_model_len or raise num_pages"
         )
+    # Without what no array depends on, so that configurations that differ in it have one program.
+    sizes = replace(
+        config, seed=0, token_budgets=None, steps_per_burst=None, pool_bytes=None, gpu_memory_utilization=1.0,
+        dtype="auto",
+        max_num_batched_tokens=config.max_num_batched_tokens if config.trace else 1,
+    )  # fmt: skip
+    make = partial(_arrays, sizes, layers, kv_heads, head_dim, jnp.dtype(dtype))
+    return _program(*make.args)() if shardings is None else jax.jit(make, out_shardings=shardings)()
+
+
+@lru_cache(_MOST_PROGRAMS)
+def _program(*arguments: Any) -> Callable[[], EngineState]:
+    return jax.jit(partial(_arrays, *arguments))
+
+
+def _arrays(config: EngineConfig, layers: int, kv_heads: int, head_dim: int, dtype: Any) -> EngineState:
+    assert config.num_pages is not None and config.max_model_len is not None
     slots, rows = config.max_num_seqs, config.max_num_seqs + config.max_queue
     pages = config.max_pages_per_seq
     row_ints, slot_ints, count = jnp.zeros(rows, jnp.int32), jnp.zeros(slots, jnp.int32), jnp.uint32(0)
@@ -57,7 +95,7 @@ def make_state(
             slots=slots, columns=pages, num_pages=config.num_pages, page_size=config.page_size,
             most_tokens=config.max_num_batched_tokens, most_restored=0 if swap is None else swap.notes.placed.most,
         )  # fmt: skip
-    state = EngineState(
+    return EngineState(
         pool=pool,
         refcount=jnp.zeros(1 + config.num_pages, jnp.int32).at[SCRATCH_PAGE].set(1),
         prefixes=Prefixes.empty(config.num_pages, config.page_size, enabled=config.enable_prefix_caching),
@@ -76,8 +114,6 @@ def make_state(
         admission=config.admission,
         victim=config.victim,
     )  # fmt: skip
-    # A donated state must not hold one buffer twice, and equal constants may share one.
-    return jax.tree.map(lambda a: jnp.array(a, copy=True), state)
 
 
 def _make_swap(config: EngineConfig, chunk_bytes: int) -> Swap | None:
