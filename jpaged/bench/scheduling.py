@@ -106,7 +106,7 @@ def full_of_work(sizes: Sizes, prompt_tokens: int) -> EngineState:
         batch.valid[:count] = True
         batch.uid[:] = 1 + first + np.arange(_AT_ONCE)
         batch.tokens[:, :prompt_tokens] = rng.integers(0, NoModel.vocab, (_AT_ONCE, prompt_tokens))
-        batch.prompt_len[:] = prompt_tokens
+        batch.num_tokens[:] = batch.prompt_len[:] = prompt_tokens
         batch.max_len[:] = sizes.max_model_len
         state = put(state, batch)
     # A page for every slot in each step, on the whole.

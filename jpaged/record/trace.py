@@ -30,12 +30,12 @@ from jpaged.step import Finish, StepRecord, Submission
 from jpaged.step.decisions import Decisions, Placed
 
 #: Of the files that `Trace.save` writes; another number is another layout.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Submit:
-    """Requests put into the queue on the device: the valid rows of a `Submission`, tokens up to the longest prompt."""
+    """Requests put into the queue on the device: the valid rows of a `Submission`, tokens up to the longest."""
 
     batch: Submission
 
@@ -43,7 +43,7 @@ class Submit:
     def of(cls, batch: Submission) -> Submit:
         valid = np.flatnonzero(batch.valid)
         rows = {f.name: getattr(batch, f.name)[valid] for f in fields(batch)}
-        longest = int(rows["prompt_len"].max(initial=0))
+        longest = int(rows["num_tokens"].max(initial=0))
         return cls(Submission(**rows | {"tokens": rows["tokens"][:, :longest]}))
 
     def padded(self, size: int, max_model_len: int) -> Submission:

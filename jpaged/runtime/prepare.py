@@ -51,7 +51,7 @@ def fill_row(
     batch.valid[place] = True
     batch.uid[place] = uid
     batch.tokens[place, : len(prompt)] = prompt
-    batch.prompt_len[place] = len(prompt)
+    batch.num_tokens[place] = batch.prompt_len[place] = len(prompt)
     batch.max_len[place] = min(max_model_len, len(prompt) + new_tokens)
     batch.min_len[place] = min(max_model_len, len(prompt) + params.min_tokens)
     batch.stop_ids[place, : len(stops)] = stops

@@ -149,6 +149,7 @@ def _feed(asked: Asked, arrival: Clock, run: Run) -> Run:
             valid=valid,
             uid=index + 1,
             tokens=tokens_of(index, asked.group[index], asked.shared_len[index], column),
+            num_tokens=asked.prompt_len[index],
             prompt_len=asked.prompt_len[index],
             max_len=total,
             priority=asked.priority[index],

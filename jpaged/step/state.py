@@ -60,8 +60,8 @@ class Requests:
     """What the engine knows of each request."""
 
     status: jax.Array  # [R] int32, a Status
-    uid: jax.Array  # [R] int32, the caller's name for it
-    arrival: jax.Array  # [R] int32, place in the order of submission
+    uid: jax.Array  # [R] int32, the caller's number for it; numbers grow in the order of submission
+    arrival: jax.Array  # [R] int32, place in that order: the uid, also of one that was put in later than others
     priority: jax.Array  # [R] int32, for policies; the smaller goes first
     tokens: jax.Array  # [R, T] int32, prompt and output; only the first `num_tokens` mean anything
     num_tokens: jax.Array  # [R] int32, tokens of prompt and output so far
@@ -215,7 +215,8 @@ class Submission:
 
     valid: Any  # [N] bool, the other rows are padding
     uid: Any
-    tokens: Any  # [N, T] int32, the prompt first
+    tokens: Any  # [N, T] int32, the prompt, and what was generated already of a request whose state was lost
+    num_tokens: Any  # [N] int32, of both
     prompt_len: Any
     max_len: Any
     min_len: Any
@@ -236,7 +237,7 @@ class Submission:
         ints, floats = np.zeros(size, np.int32), np.zeros(size, np.float32)
         return cls(
             valid=np.zeros(size, bool), uid=ints.copy(), tokens=np.zeros((size, max_model_len), np.int32),
-            prompt_len=ints.copy(), max_len=ints.copy(), min_len=ints.copy(),
+            num_tokens=ints.copy(), prompt_len=ints.copy(), max_len=ints.copy(), min_len=ints.copy(),
             stop_ids=np.full((size, MAX_STOP_TOKENS), NO_TOKEN, np.int32), temperature=floats.copy(),
             top_k=ints.copy(), top_p=np.ones(size, np.float32), min_p=floats.copy(), seed=np.zeros(size, np.uint32),
             namespace=ints.copy(), priority=ints.copy(), held=np.zeros(size, bool),
@@ -245,8 +246,8 @@ class Submission:
 
 
 def submit(state: EngineState, batch: Submission) -> EngineState:
-    """Puts the valid requests of `batch` at the end of the queue, in order. A parent may stand in the same batch,
-    before its forks; a fork of one that has ended is a request like any other.
+    """Puts the valid requests of `batch` into the queue, each at the place of its uid in the order of submission. A
+    parent may stand in the same batch, before its forks; a fork of one that has ended is a request like any other.
 
     There must be that many FREE rows: requests that find none are dropped. `Engine` counts; who drives the state by
     hand has `max_num_seqs + max_queue` rows.
@@ -259,18 +260,16 @@ def submit(state: EngineState, batch: Submission) -> EngineState:
     carried = {
         name: getattr(requests, name).at[row].set(getattr(batch, name), mode="drop")
         for name in (
-            "uid", "tokens", "prompt_len", "max_len", "min_len", "stop_ids", "temperature", "top_k", "top_p",
+            "uid", "tokens", "num_tokens", "prompt_len", "max_len", "min_len", "stop_ids", "temperature", "top_k", "top_p",
             "min_p", "seed", "namespace", "priority", "held",
         )
     }  # fmt: skip
-    hashes = prefix_hashes(batch.tokens, batch.prompt_len, batch.namespace, state.pool.page_size)
-    arrival = state.counters.submitted.astype(jnp.int32) + place
+    hashes = prefix_hashes(batch.tokens, batch.num_tokens, batch.namespace, state.pool.page_size)
     requests = replace(
         requests,
         **carried,
         status=requests.status.at[row].set(Status.WAITING, mode="drop"),
-        arrival=requests.arrival.at[row].set(arrival, mode="drop"),
-        num_tokens=requests.num_tokens.at[row].set(batch.prompt_len, mode="drop"),
+        arrival=requests.arrival.at[row].set(batch.uid, mode="drop"),
         prefix_hash=requests.prefix_hash.at[row].set(hashes, mode="drop"),
         cached_tokens=requests.cached_tokens.at[row].set(0, mode="drop"),
         preempted=requests.preempted.at[row].set(False, mode="drop"),

@@ -58,7 +58,7 @@ def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = Non
     for index, ask in enumerate(asks):
         batch.valid[index] = True
         batch.tokens[index, : len(ask.prompt)] = ask.prompt
-        batch.prompt_len[index] = len(ask.prompt)
+        batch.num_tokens[index] = batch.prompt_len[index] = len(ask.prompt)
         batch.stop_ids[index, : len(ask.stop_ids)] = ask.stop_ids
         for name in (
             "uid", "max_len", "min_len", "temperature", "top_k", "top_p", "min_p", "seed", "namespace", "priority",

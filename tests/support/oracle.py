@@ -148,7 +148,7 @@ class OracleEngine:
     def submit(self, uid, prompt, *, max_len, min_len=0, stop_ids=(), namespace=0, priority=0, parent=-1) -> None:
         row = self.rows.index(None)
         self.rows[row] = OracleRequest(
-            uid, self.submitted, list(prompt), max_len, min_len, tuple(stop_ids), namespace, priority, len(prompt),
+            uid, uid, list(prompt), max_len, min_len, tuple(stop_ids), namespace, priority, len(prompt),
             parent=self.live(parent),
         )  # fmt: skip
         self.submitted += 1
@@ -157,7 +157,7 @@ class OracleEngine:
         if parent := self.live(uid):
             tokens = [*parent.tokens]
             new = replace(
-                parent, uid=new_uid, arrival=self.submitted, tokens=tokens, parent=parent, status=Status.WAITING,
+                parent, uid=new_uid, arrival=new_uid, tokens=tokens, parent=parent, status=Status.WAITING,
                 cached_tokens=0, preempted=False, chunks=[], stored=0,
             )  # fmt: skip
             self.rows[self.rows.index(None)] = new

@@ -60,7 +60,7 @@ def test_submitted_requests_queue_in_order_and_keep_every_field():
     requests = jax.tree.map(np.asarray, state.requests)
     assert requests.status.tolist() == [Status.WAITING] * 3 + [Status.FREE] * 2
     assert requests.uid[:3].tolist() == [1, 2, 3]
-    assert requests.arrival[:3].tolist() == [0, 1, 2]
+    assert requests.arrival[:3].tolist() == [1, 2, 3]
     assert requests.num_tokens[:3].tolist() == requests.prompt_len[:3].tolist() == [1, 2, 3]
     assert requests.max_len[:3].tolist() == [4, 5, 6]
     assert requests.tokens[2, :3].tolist() == [3, 3, 3]
@@ -77,7 +77,7 @@ def test_a_row_that_becomes_free_is_used_again_without_its_past():
     state = submit(state, submission(CONFIG, [Ask(2, [8], 3)]))
     row = jax.tree.map(lambda a: np.asarray(a)[0], state.requests)
     assert (row.uid, row.num_tokens, row.prompt_len, row.max_len, row.min_len) == (2, 1, 1, 3, 0)
-    assert (row.stop_ids == -1).all() and row.arrival == 1
+    assert (row.stop_ids == -1).all() and row.arrival == 2
     assert (row.temperature, row.top_k, row.top_p, row.min_p, row.seed) == (0, 0, 1, 0, 0)
 
 

@@ -266,7 +266,7 @@ def test_files_that_are_no_traces_are_refused(story, tmp_path):
     arrays = dict(np.load(path))
     about = json.loads(str(arrays["about"]))
     np.savez(path, **arrays | {"about": np.array(json.dumps(about | {"format": 99}))})
-    with pytest.raises(ValueError, match="has format 99; this version of jpaged reads 2"):
+    with pytest.raises(ValueError, match="has format 99; this version of jpaged reads 3"):
         Trace.load(path)
     del arrays["record.token"]
     np.savez(path, **arrays)
@@ -306,7 +306,8 @@ def test_a_submission_is_the_same_when_it_is_padded_again():
         getattr(batch, f.name)[:] = rng.integers(0, 9, getattr(batch, f.name).shape)
     batch.valid[:] = [True, False, True, True, False, False]
     batch.prompt_len[:] = [3, 12, 7, 1, 0, 0]
-    batch.tokens[np.arange(12) >= batch.prompt_len[:, None]] = 0
+    batch.num_tokens[:] = batch.prompt_len + [1, 0, 0, 2, 0, 0]  # two have generated tokens
+    batch.tokens[np.arange(12) >= batch.num_tokens[:, None]] = 0
     again = Submit.of(batch).padded(6, 12)
     for f in fields(batch):
         assert getattr(again, f.name)[:3].tolist() == getattr(batch, f.name)[[0, 2, 3]].tolist(), f.name

@@ -37,7 +37,7 @@ def fork(state: EngineState, uids: jax.Array, new_uids: jax.Array, seeds: jax.Ar
 
     Args:
         uids: `[N]` int32, the requests to branch. Those that are not there, or have ended, are not branched.
-        new_uids: `[N]` int32, their names for the caller.
+        new_uids: `[N]` int32, their numbers, which follow all that were given before.
         seeds: `[N]` uint32, from which the new ones sample.
     """
     requests, rows = state.requests, state.requests.num_rows
@@ -50,7 +50,7 @@ def fork(state: EngineState, uids: jax.Array, new_uids: jax.Array, seeds: jax.Ar
     own = {
         "status": jnp.full_like(uids, Status.WAITING),
         "uid": new_uids,
-        "arrival": state.counters.submitted.astype(jnp.int32) + place,
+        "arrival": new_uids,
         "seed": seeds.astype(jnp.uint32),
         "cached_tokens": jnp.zeros_like(uids),
         "preempted": jnp.zeros(uids.shape, bool),
