@@ -260,8 +260,8 @@ def submit(state: EngineState, batch: Submission) -> EngineState:
     carried = {
         name: getattr(requests, name).at[row].set(getattr(batch, name), mode="drop")
         for name in (
-            "uid", "tokens", "num_tokens", "prompt_len", "max_len", "min_len", "stop_ids", "temperature", "top_k", "top_p",
-            "min_p", "seed", "namespace", "priority", "held",
+            "uid", "tokens", "num_tokens", "prompt_len", "max_len", "min_len", "stop_ids", "temperature", "top_k",
+            "top_p", "min_p", "seed", "namespace", "priority", "held",
         )
     }  # fmt: skip
     hashes = prefix_hashes(batch.tokens, batch.num_tokens, batch.namespace, state.pool.page_size)

@@ -306,7 +306,7 @@ def test_a_submission_is_the_same_when_it_is_padded_again():
         getattr(batch, f.name)[:] = rng.integers(0, 9, getattr(batch, f.name).shape)
     batch.valid[:] = [True, False, True, True, False, False]
     batch.prompt_len[:] = [3, 12, 7, 1, 0, 0]
-    batch.num_tokens[:] = batch.prompt_len + [1, 0, 0, 2, 0, 0]  # two have generated tokens
+    batch.num_tokens[:] = np.add(batch.prompt_len, [1, 0, 0, 2, 0, 0])  # two have generated tokens
     batch.tokens[np.arange(12) >= batch.num_tokens[:, None]] = 0
     again = Submit.of(batch).padded(6, 12)
     for f in fields(batch):
