@@ -10,19 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.pool import Decoder
-from jpaged.record.trace import (
-    Abort,
-    Burst,
-    Fork,
-    ReplaceParams,
-    ResetPrefixCache,
-    Restart,
-    Submit,
-    Trace,
-    made_by,
-    record_difference,
-    unstacked,
-)
+from jpaged.record.inputs import Abort, Burst, Fork, ReplaceParams, ResetPrefixCache, Restart, Submit
+from jpaged.record.step_records import record_difference, unstacked
+from jpaged.record.trace import Trace, made_by
 from jpaged.runtime import programs
 from jpaged.runtime.host_pool import HostPool
 from jpaged.runtime.prepare import branch

@@ -1,9 +1,9 @@
-"""A trace: all that an engine was told, in order, and what each of its steps decided.
+"""A trace: all inputs of an engine, in order, and what each of its steps decided.
 
-The engine is a value and the step a pure function, so what it was told is all that there is to know: told the same
-again, it does the same, to the bit (`jpaged.record.replay`). The records say what that was without running
-anything: who got how many tokens and which pages, what was found, who was preempted, what was sampled. Page tables
-follow from them.
+The engine is a value and the step a pure function, so the inputs determine everything: the same inputs give the same
+states, to the bit (`jpaged.record.replay`). The records say what happened without running anything: which request got
+how many tokens and which pages, which pages were found, which requests were preempted, which tokens were sampled. Page
+tables follow from the records.
 
     restart, submit 3 requests, burst of 1 step, burst of 1 step, abort 1, burst of 1 step, ...     inputs
                                 record 1         record 2                  record 3                 records
@@ -11,13 +11,10 @@ follow from them.
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,80 +22,12 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.policy import Policy, named
 from jpaged.pool import SCRATCH_PAGE
+from jpaged.record import trace_file
+from jpaged.record.inputs import Burst, Input, Submit
 from jpaged.record.stats import StepStats
-from jpaged.step import Finish, StepRecord, Submission
-from jpaged.step.decisions import Decisions, Placed
-
-#: Of the files that `Trace.save` writes; another number is another layout.
-FORMAT = 3
-
-
-@dataclass(frozen=True)
-class Submit:
-    """Requests put into the queue on the device: the valid rows of a `Submission`, tokens up to the longest."""
-
-    batch: Submission
-
-    @classmethod
-    def of(cls, batch: Submission) -> Submit:
-        valid = np.flatnonzero(batch.valid)
-        rows = {f.name: getattr(batch, f.name)[valid] for f in fields(batch)}
-        longest = int(rows["num_tokens"].max(initial=0))
-        return cls(Submission(**rows | {"tokens": rows["tokens"][:, :longest]}))
-
-    def padded(self, size: int, max_model_len: int) -> Submission:
-        """The rows in a batch of `size`, as the state takes it."""
-        batch = Submission.empty(size, max_model_len)
-        for f in fields(batch):
-            rows = getattr(self.batch, f.name)
-            into = getattr(batch, f.name)[: len(rows)]
-            (into[:, : rows.shape[1]] if f.name == "tokens" else into)[...] = rows
-        return batch
-
-
-@dataclass(frozen=True)
-class Fork:
-    """A request that was branched."""
-
-    uid: int
-    new_uid: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Requests that were given up, which leave at once, and prompts as long as max_model_len, which end on the host."""
-
-    uids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Burst:
-    """`steps` steps of at most `budget` tokens, and an eviction."""
-
-    budget: int
-    steps: int
-
-
-@dataclass(frozen=True)
-class ResetPrefixCache:
-    """Nothing of what pages hold is found any more."""
-
-
-@dataclass(frozen=True)
-class ReplaceParams:
-    """Other weights from here on."""
-
-
-@dataclass(frozen=True)
-class Restart:
-    """An empty state: in the beginning, and where one was lost in a call that failed or was interrupted."""
-
-
-Input = Submit | Fork | Abort | Burst | ResetPrefixCache | ReplaceParams | Restart
-_INPUTS: dict[str, type] = {
-    kind.__name__: kind for kind in (Submit, Fork, Abort, Burst, ResetPrefixCache, ReplaceParams, Restart)
-}
+from jpaged.record.step_records import difference, record_difference, unstacked
+from jpaged.step import Finish, StepRecord
+from jpaged.step.decisions import Decisions
 
 
 @dataclass(frozen=True)
@@ -258,7 +187,7 @@ class Trace:
             if type(mine) is not type(theirs):
                 return f"input {number}: {type(mine).__name__} and {type(theirs).__name__}"
             if isinstance(mine, Submit) and isinstance(theirs, Submit):
-                if words := _difference(vars(mine.batch), vars(theirs.batch)):
+                if words := difference(vars(mine.batch), vars(theirs.batch)):
                     return f"input {number}: {words}"
             elif mine != theirs:
                 return f"input {number}: {mine} and {theirs}"
@@ -274,34 +203,12 @@ class Trace:
     # -- files
 
     def save(self, path: str | Path) -> None:
-        """Writes it to a file of numpy's (`.npz`, without pickle). Policies are written by their names."""
-        batches = [told.batch for told in self.inputs if isinstance(told, Submit)]
-        about = {
-            "format": FORMAT, "config": self.config.to_json(), "shape": self.shape, "made_by": self.made_by,
+        """Writes the trace to a file of numpy's (`.npz`, without pickle). Policies are written by their names."""
+        head = {
+            "config": self.config.to_json(), "shape": self.shape, "made_by": self.made_by,
             "requests": [[uid, *asdict(request).values()] for uid, request in self.requests.items()],
-            "inputs": [
-                [type(told).__name__, *([len(told.batch.uid)] if isinstance(told, Submit) else vars(told).values())]
-                for told in self.inputs
-            ],
         }  # fmt: skip
-        columns: dict[str, list[np.ndarray]] = {}
-        longest = max((batch.tokens.shape[1] for batch in batches), default=0)
-        for batch in batches:
-            for name, rows in vars(batch).items():
-                short = longest - rows.shape[1] if name == "tokens" else 0
-                columns.setdefault(f"submission.{name}", []).append(
-                    np.pad(rows, ((0, 0), (0, short))) if short else rows
-                )
-        for record in self.records:
-            for name, value in _leaves(record):
-                # The lists of a step are as long as their count says; all else has one shape.
-                columns.setdefault(f"record.{name}", []).append(value if name.endswith(_LISTS) else value[None])
-        arrays = {name: np.concatenate(parts) for name, parts in columns.items()}
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)  # type: ignore[arg-type]
-        partial.replace(path)
+        trace_file.write(Path(path), head, self.inputs, self.records)
 
     @classmethod
     def load(cls, path: str | Path, *, admission: Policy | None = None, victim: Policy | None = None) -> Trace:
@@ -314,116 +221,25 @@ class Trace:
             ValueError: for a file that is not a trace, one of another format, one that lacks something, or one whose
                 policies are not known.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = dict(file)
-            about = json.loads(str(arrays.pop("about")))
-        except (KeyError, ValueError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{path} is not a trace that Trace.save wrote: {error}") from error
-        if about["format"] != FORMAT:
-            raise ValueError(f"{path} has format {about['format']}; this version of jpaged reads {FORMAT}")
-        config = about["config"]
+        head, inputs, records = trace_file.read(Path(path))
+        config = head["config"]
         for name, given in (("admission", admission), ("victim", victim)):
             try:
                 config[name] = given or named(config[name])
             except ValueError as error:
                 raise ValueError(f"{path}: {error}; give it, load(path, {name}=...)") from error
         try:
-            trace = cls(EngineConfig(**config), about["shape"], about["made_by"])
-            trace.requests = {uid: TracedRequest(*values) for uid, *values in about["requests"]}
-            trace._fill(about["inputs"], arrays)
-        except (KeyError, TypeError) as error:
+            requests = {uid: TracedRequest(*values) for uid, *values in head["requests"]}
+            return cls(EngineConfig(**config), head["shape"], head["made_by"], requests, inputs, records)
+        except TypeError as error:
             raise ValueError(f"{path} was written by another version of jpaged: {error}") from error
-        return trace
-
-    def _fill(self, inputs: list, arrays: dict[str, np.ndarray]) -> None:
-        row = steps = 0
-        for kind, *values in inputs:
-            if kind == "Submit":
-                rows = slice(row, row := row + values[0])
-                batch = Submission(**{f.name: arrays[f"submission.{f.name}"][rows] for f in fields(Submission)})
-                self.inputs.append(Submit.of(batch))
-            elif kind == "Abort":
-                self.inputs.append(Abort(tuple(values[0])))
-            else:
-                self.inputs.append(_INPUTS[kind](*values))
-                steps += values[1] if kind == "Burst" else 0
-        # Any record of the right structure will do: its leaves are replaced.
-        empty = Placed.empty(0)
-        like = StepRecord.zeros(0, Decisions(empty.page, empty.page, empty, empty, empty, empty, empty.page))
-        names, structure = [name for name, _ in _leaves(like)], jax.tree.structure(like)
-        ends = {name: np.cumsum(arrays[f"record.{name}"]) for name in names if name.endswith(".count")} if steps else {}
-        for step in range(steps):
-            leaves = []
-            for name in names:
-                at: Any = step
-                if name.endswith(_LISTS):
-                    end = ends[f"{name.rpartition('.')[0]}.count"]
-                    at = slice(end[step - 1] if step else 0, end[step])
-                leaves.append(np.asarray(arrays[f"record.{name}"][at]))
-            self.records.append(jax.tree.unflatten(structure, leaves))
 
 
 def made_by() -> dict[str, str]:
-    """What runs here."""
+    """The version of JAX and the platform of this process."""
     return {"jax": jax.__version__, "platform": jax.default_backend()}
-
-
-#: Leaves of `Placed` that are as long as its count says.
-_LISTS = (".page", ".slot", ".column")
-
-
-def _leaves(record: StepRecord) -> list[tuple[str, np.ndarray]]:
-    """Every array of a record and its name, such as `decisions.found.page`."""
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(record)
-    ]
 
 
 def _decisions(record: StepRecord) -> Decisions:
     assert record.decisions is not None  # a trace has no other records
     return record.decisions
-
-
-def unstacked(records: StepRecord) -> list[StepRecord]:
-    """The records of the steps of a burst, from numpy arrays `[steps, ...]`, as a trace keeps them."""
-    steps = range(records.uid.shape[0])
-    return [_trimmed(jax.tree.map(lambda a, step=step: a[step], records)) for step in steps]
-
-
-def _trimmed(record: StepRecord) -> StepRecord:
-    """A record of numpy arrays without the unused places of its lists."""
-
-    def cut(part: Any) -> Any:
-        if not isinstance(part, Placed):
-            return np.asarray(part)
-        if part.count > part.most:
-            raise RuntimeError(
-                f"a step gave slots {part.count} pages in one way, and its record has room for {part.most}: the trace "
-                "would not be whole; please report this"
-            )
-        used: dict[str, Any] = {
-            name: np.array(getattr(part, name)[: part.count]) for name in ("page", "slot", "column")
-        }
-        return replace(part, **used)
-
-    return jax.tree.map(cut, record, is_leaf=lambda part: isinstance(part, Placed))
-
-
-def record_difference(one: StepRecord, other: StepRecord) -> str | None:
-    """The first thing in which two records of numpy arrays are not the same to the bit, in words; None: nothing."""
-    return _difference(dict(_leaves(one)), dict(_leaves(other)))
-
-
-def _difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> str | None:
-    for name in one:
-        a, b = one[name], other[name]
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            return f"{name} is {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}"
-        if a.tobytes() != b.tobytes():  # to the bit: nan is nan, and -0.0 is not 0.0
-            bits = [np.ascontiguousarray(x).view(f"V{x.itemsize}") for x in (np.atleast_1d(a), np.atleast_1d(b))]
-            place = np.argwhere(bits[0] != bits[1])[0]
-            at = f"[{', '.join(map(str, place))}]" if a.ndim else ""
-            return f"{name}{at} is {np.atleast_1d(a)[tuple(place)]} and {np.atleast_1d(b)[tuple(place)]}"
-    return None

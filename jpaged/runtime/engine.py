@@ -26,19 +26,10 @@ from jpaged.config import EngineConfig
 from jpaged.models.spec import ModelConfig
 from jpaged.pool import Decoder
 from jpaged.record import saving
+from jpaged.record.inputs import Abort, Fork, Input, ReplaceParams, ResetPrefixCache, Restart, Submit
 from jpaged.record.snapshot import pack_state, unpack_state
 from jpaged.record.stats import EngineStats, StepStats, TokenEvent
-from jpaged.record.trace import (
-    Abort,
-    Fork,
-    Input,
-    ReplaceParams,
-    ResetPrefixCache,
-    Restart,
-    Submit,
-    Trace,
-    TracedRequest,
-)
+from jpaged.record.trace import Trace, TracedRequest
 from jpaged.request import FinishReason, Request
 from jpaged.runtime import programs
 from jpaged.runtime.host_pool import HostPool

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.policy import Policy
-from jpaged.record.trace import unstacked
+from jpaged.record.step_records import unstacked
 from jpaged.runtime.costs import CostModel
 from jpaged.simulate.clock import Clock
 from jpaged.simulate.result import SimulatedRun, Simulation

@@ -9,7 +9,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from jpaged.record.trace import Abort, Burst, Restart, Trace
+from jpaged.record.inputs import Abort, Burst, Restart
+from jpaged.record.trace import Trace
 from jpaged.step import Finish
 from jpaged.viz.pages import CACHED_COLOUR, COLOURS, EDGE_COLOUR, SCRATCH_COLOUR, Picture, steps_filled
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.stories import TIGHT
 
-from jpaged.record.trace import Abort, Restart, Trace, TracedRequest
+from jpaged.record.inputs import Abort, Restart
+from jpaged.record.trace import Trace, TracedRequest
 from jpaged.step import Finish, StepRecord
 from jpaged.step.decisions import Decisions, Placed
 from jpaged.viz.timeline import MOST_COLUMNS, MOST_LINES, Activity, activities, condensed, plot_timeline

@@ -17,8 +17,10 @@ from support.stories import READER, TIGHT, requests, told
 
 from jpaged.config import EngineConfig
 from jpaged.policy import shortest_prompt_first
+from jpaged.record.inputs import Abort, Burst, Submit
 from jpaged.record.replay import replay
-from jpaged.record.trace import Abort, Burst, Submit, Trace, unstacked
+from jpaged.record.step_records import unstacked
+from jpaged.record.trace import Trace
 from jpaged.request import FinishReason
 from jpaged.step import Finish, Submission, step, violations
 from jpaged.step.decisions import placed
