@@ -12,19 +12,18 @@ ABI that XLA keeps). What is read of it, counted in words of 8 bytes:
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import jax
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import cfunc, types
+from numba.core import cgutils
 
+from pallas_kernels.cpu.native import target_machine
 from pallas_kernels.cpu.simd import compiled, fetch_add, load_word, operation, store_word
+from pallas_kernels.cpu.units import WORD
 
-#: Bytes of a pointer or an int64.
-WORD = 8
 #: The oldest minor version (of major 0) that has what is used here. XLA refuses handlers that are too old for it.
 _API_MINOR = 1
 _ERROR_DESTROY, _SCHEDULE, _NUM_THREADS = 8 * WORD, 17 * WORD, 18 * WORD
@@ -38,18 +37,11 @@ _free: Any = types.ExternalFunction("free", types.void(types.intp))
 _yield: Any = types.ExternalFunction("sched_yield", types.int32())
 
 
-def _caller(count: int) -> Callable:
-    """Calls the C function at an address with `count` words; it returns one."""
-
-    @operation(types.intp, types.intp, *[types.intp] * count)
-    def call(builder, function, *arguments):
-        of_type = ir.FunctionType(_WORD_TYPE, [_WORD_TYPE] * count)
-        return builder.call(builder.inttoptr(function, of_type.as_pointer()), arguments)
-
-    return call
-
-
-_call, _call_with_three = _caller(1), _caller(3)
+@operation(types.intp, types.intp, types.intp)
+def _call(builder, function, word):
+    """(function, word) -> what the C function at that address returns."""
+    of_type = ir.FunctionType(_WORD_TYPE, [_WORD_TYPE])
+    return builder.call(builder.inttoptr(function, of_type.as_pointer()), [word])
 
 
 def _word(builder, address, index):
@@ -96,20 +88,17 @@ _SCRATCH = 6 * WORD  # arguments for XLA's functions
 _BYTES = 12 * WORD
 
 
-def register(name: str, units: Callable, run: Callable) -> object:
-    """Makes an operation for `jax.ffi.ffi_call(name, ...)` of functions that numba compiled.
+def object_file(name: str, units: Callable, run: Callable) -> bytes:
+    """The code of an operation for `pallas_kernels.cpu.native.register`, of functions that numba compiles.
 
     Its units of work are taken in turn by the thread that XLA calls and by others of XLA's pool, while there are any;
     which thread takes which is not determined. At most as many work as the operation's last result has rows: that
     result is their memory, a row each.
 
     Args:
-        name: of the operation; to be registered once in a process.
+        name: of the operation, and of the one function that the object file offers.
         units: (frame) -> how many units of work the call has.
         run: (frame, unit, worker) does one, in the memory of row `worker`, and returns 0; in Python, not compiled yet.
-
-    Returns:
-        The code that XLA has the address of, to be kept as long as the process lives.
     """
 
     @compiled
@@ -117,30 +106,39 @@ def register(name: str, units: Callable, run: Callable) -> object:
         if fetch_add(shared + _HOLDERS, -1) == 1:
             _free(shared)
 
-    c_function = partial(cfunc, error_model="numpy")
+    # C functions call each other by names: numba would optimise all of `run` once more for each that calls it.
+    functions: dict[str, Any] = {}
 
-    # C functions are called by their addresses: numba would optimise all of `run` once more for each that calls it.
-    run_unit = c_function(types.intp(types.intp, types.intp, types.intp))(run)
-    run_address = run_unit.address
+    def c_function(suffix: str, signature: Any) -> Callable:
+        def decorate(function: Callable) -> Any:
+            symbol = f"{name}{suffix}"
+            functions[symbol] = made = cfunc(signature, error_model="numpy")(function)
+            llvm.add_symbol(symbol, made.address)
+            return types.ExternalFunction(symbol, signature)
 
-    @c_function(types.intp(types.intp))
+        return decorate
+
+    run_unit = c_function("_run", types.intp(types.intp, types.intp, types.intp))(run)
+
+    @c_function("_work", types.intp(types.intp))
     def work(shared):
         worker = fetch_add(shared + _WORKERS, 1)
         while True:
             unit = fetch_add(shared + _NEXT, 1)
             if unit >= load_word(shared + _UNITS):  # and the frame may be gone
                 return 0
-            _call_with_three(run_address, load_word(shared + _FRAME), unit, worker)
+            run_unit(load_word(shared + _FRAME), unit, worker)
             fetch_add(shared + _FINISHED, 1)
 
-    work_address = work.address
-
-    @c_function(types.void(types.intp))
+    @c_function("_help", types.void(types.intp))
     def help_out(shared):
-        _call(work_address, shared)
+        work(shared)
         leave(shared)
 
-    helper = help_out.address
+    @operation(types.intp)
+    def address_of_help(builder):
+        of_type = ir.FunctionType(ir.VoidType(), [_WORD_TYPE])
+        return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, of_type, f"{name}_help"), _WORD_TYPE)
 
     @compiled
     def ask_for_help(frame, shared, count):
@@ -156,7 +154,7 @@ def register(name: str, units: Callable, run: Callable) -> object:
         error = _call(load_word(api + _NUM_THREADS), arguments)
         count = min(count, load_word(threads) - 1)
         store_word(arguments, 5 * WORD)
-        store_word(arguments + 3 * WORD, helper)
+        store_word(arguments + 3 * WORD, address_of_help())
         store_word(arguments + 4 * WORD, shared)
         while error == 0 and count > 0:
             fetch_add(shared + _HOLDERS, 1)
@@ -169,7 +167,7 @@ def register(name: str, units: Callable, run: Callable) -> object:
             store_word(arguments + 2 * WORD, error)
             _call(load_word(api + _ERROR_DESTROY), arguments)
 
-    @c_function(types.intp(types.intp))
+    @c_function("", types.intp(types.intp))
     def handler(frame):
         extension = load_word(frame + WORD)
         if extension != 0:
@@ -187,13 +185,39 @@ def register(name: str, units: Callable, run: Callable) -> object:
         store_word(shared + _WORKERS, 0)
         memory = result(frame, load_word(frame + 12 * WORD) - 1)
         ask_for_help(frame, shared, min(count, dimension(memory, 0)) - 1)
-        _call(work_address, shared)
+        work(shared)
         while fetch_add(shared + _FINISHED, 0) < count:
             _yield()
         leave(shared)
         return 0
 
-    capsule = ctypes.pythonapi.PyCapsule_New
-    capsule.restype, capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    jax.ffi.register_ffi_target(name, capsule(handler.address, None, None), platform="cpu")
-    return handler, help_out, work, run_unit
+    return _in_one(name, functions)
+
+
+def _in_one(name: str, functions: dict[str, Any]) -> bytes:
+    """One object file of C functions that numba compiled, each by its symbol; it offers `name` alone.
+
+    As nothing else can be called from outside, LLVM sees that none of them raises, and drops what would need numba.
+    """
+    modules = []
+    for symbol, function in functions.items():
+        modules.append(llvm.parse_assembly(function.inspect_llvm().replace(function.native_name, symbol)))
+    module = modules.pop()
+    for other in modules:
+        module.link_in(other)
+    for value in (*module.functions, *module.global_variables):
+        if not value.is_declaration and value.name != name:
+            value.linkage = llvm.Linkage.internal
+    machine = target_machine()
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(module, passes)
+    if foreign := sorted(f.name for f in module.functions if f.is_declaration and not _known(f.name)):
+        raise RuntimeError(
+            f"the code of {name} calls what it has not: {foreign}; numba made another form of code than before"
+        )
+    return machine.emit_object(module)
+
+
+def _known(symbol: str) -> bool:
+    """Whether a function is of the C library, or LLVM's own."""
+    return symbol in ("malloc", "free", "sched_yield", "expf", "tanhf") or symbol.startswith("llvm.")

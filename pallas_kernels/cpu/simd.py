@@ -18,11 +18,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-LANES = 8
-#: Bytes of a float32, of a vector.
-FLOAT = 4
-VECTOR = LANES * FLOAT
-
+from pallas_kernels.cpu.units import FLOAT, LANES
 
 #: `njit` without Python's checks for division by zero, which can raise nothing here.
 compiled = njit(error_model="numpy")

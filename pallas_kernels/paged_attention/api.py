@@ -31,7 +31,7 @@ from pallas_kernels.paged_attention.xla import paged_attention_xla
 
 # Kernels are imported where they are used: another platform needs none of what they import.
 def _numba(*operands, return_lse, **options) -> jax.Array:
-    from pallas_kernels.paged_attention.numba_cpu import paged_attention_numba
+    from pallas_kernels.paged_attention.numba_call import paged_attention_numba
 
     return paged_attention_numba(*operands, **options)
 
@@ -39,7 +39,7 @@ def _numba(*operands, return_lse, **options) -> jax.Array:
 def _missing_for_numba(queries: jax.Array, k_pages: jax.Array, return_lse: bool) -> str | None:
     if find_spec("numba") is None:
         return "numba is not installed (pip install numba)"
-    from pallas_kernels.paged_attention.numba_cpu import missing
+    from pallas_kernels.paged_attention.numba_call import missing
 
     return missing(queries, k_pages, return_lse)
 

@@ -17,19 +17,11 @@ The online softmax is that of Milakov and Gimelshein 2018, as in FlashAttention.
 from __future__ import annotations
 
 import math
-import os
-import sys
-from functools import cache, partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import ffi
 from pallas_kernels.cpu.simd import (
-    FLOAT,
-    LANES,
-    VECTOR,
     add,
     compiled,
     exp,
@@ -50,22 +42,15 @@ from pallas_kernels.cpu.simd import (
     total,
     transpose,
 )
-
-#: Queries in a tile, and keys in a chunk: the scores of 16 queries, the keys and the result stay in a core's cache.
-TILE = 16
-CHUNK = 64
-#: Rows and columns of the block of a product that is kept in registers: 8 of 16 that AVX has, two for a row of the
-#: right factor, one for a number of the left.
-BLOCK_ROWS, BLOCK_COLUMNS = 4, 2 * LANES
+from pallas_kernels.cpu.units import FLOAT, LANES, VECTOR, WORD
+from pallas_kernels.paged_attention.numba_call import BLOCK_COLUMNS, BLOCK_ROWS, CHUNK, TILE, round_up
 
 _LINE = CHUNK * FLOAT  # bytes of a row of scores, and of a row of turned keys
 _NOTHING = np.float32(-1e30)  # finite, so that a hidden chunk does not make the running maximum inf - inf
 _HIDDEN = np.float32(-np.inf)
 
 
-@compiled
-def _round_up(value, multiple):
-    return (value + multiple - 1) // multiple * multiple
+_round_up = compiled(round_up)
 
 
 @compiled
@@ -83,7 +68,7 @@ def _multiply_add(a, a_stride, b, b_rows, depth, c, c_stride, rows, columns):
             c20, c21 = load(at2), load(at2 + VECTOR)
             c30, c31 = load(at3), load(at3 + VECTOR)
             for i in range(depth):
-                at_b = b + load_word(b_rows + i * ffi.WORD) + column
+                at_b = b + load_word(b_rows + i * WORD) + column
                 b0, b1 = load(at_b), load(at_b + VECTOR)
                 x = splat(load_float(a0 + i * FLOAT))
                 c00, c01 = fma(x, b0, c00), fma(x, b1, c01)
@@ -105,11 +90,11 @@ def _turn(keys, rows, count, aligned, head_dim, turned):
     `LANES` keys lies in one page."""
     whole = count // LANES * LANES if aligned else 0
     for key in range(0, whole, LANES):
-        source = keys + load_word(rows + key * ffi.WORD)
+        source = keys + load_word(rows + key * WORD)
         for d in range(0, head_dim, LANES):
             transpose(source + d * FLOAT, head_dim * FLOAT, turned + d * _LINE + key * FLOAT, _LINE)
     for key in range(whole, count):
-        source = keys + load_word(rows + key * ffi.WORD)
+        source = keys + load_word(rows + key * WORD)
         for d in range(head_dim):
             store_float(turned + d * _LINE + key * FLOAT, load_float(source + d * FLOAT))
 
@@ -145,13 +130,6 @@ def _soften(line, width, first, last, soft_cap, top, norm, result, head_dim):
             store(at, mul(factor, load(at)))
 
 
-@compiled
-def _memory(tile_rows, heads, head_dim):
-    """How many floats `_attend` needs for `tile_rows` rows of scores a head."""
-    padded = _round_up(tile_rows, BLOCK_ROWS)
-    return heads * padded * (2 * head_dim + 2) + (padded + head_dim) * CHUNK + 2 * (CHUNK + head_dim)
-
-
 @inlined
 def _attend(
     queries, keys, values, out, table, position, count, first_head, num_heads, shared, heads, kv_heads, page_size,
@@ -165,8 +143,8 @@ def _attend(
     padded = _round_up(rows, BLOCK_ROWS)
     # Words first, so that they are aligned.
     key_rows = memory
-    turned_rows = key_rows + CHUNK * ffi.WORD
-    turned = turned_rows + head_dim * ffi.WORD
+    turned_rows = key_rows + CHUNK * WORD
+    turned = turned_rows + head_dim * WORD
     scores = turned + head_dim * _LINE
     tile = scores + padded * _LINE
     result = tile + num_heads * padded * vector_bytes
@@ -185,7 +163,7 @@ def _attend(
             store_float(top + index * FLOAT, _NOTHING)
             store_float(norm + index * FLOAT, np.float32(0))
     for d in range(head_dim):
-        store_word(turned_rows + d * ffi.WORD, d * _LINE)
+        store_word(turned_rows + d * WORD, d * _LINE)
 
     end, begin = position + count, 0
     if window > 0:
@@ -197,7 +175,7 @@ def _attend(
         for key in range(size):
             page = load_int32(table + (start + key) // page_size * 4)
             in_page = (start + key) % page_size * vector_bytes
-            store_word(key_rows + key * ffi.WORD, page * kv_heads * head_bytes + in_page)
+            store_word(key_rows + key * WORD, page * kv_heads * head_bytes + in_page)
         for head in range(num_heads):
             of_head = (first_head + head) * head_bytes
             first_row = head * padded
@@ -302,50 +280,6 @@ def _run(frame, unit, worker):
     return 0
 
 
-_NAME = "jpaged_paged_attention"
-
-
-@cache
-def _register() -> object:
-    """Compiles the operation and makes it known to XLA, once; what comes back is its code, which is to be kept."""
-    return ffi.register(_NAME, _units, _run)
-
-
-def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool) -> str | None:
-    """Why these operands cannot be computed here, as the end of a sentence; None if they can."""
-    if sys.platform == "win32":
-        return "it needs a POSIX system"
-    if not queries.dtype == k_pages.dtype == jnp.float32:
-        return f"it computes in float32, and queries are {queries.dtype}, pages {k_pages.dtype}"
-    if k_pages.shape[4] % BLOCK_COLUMNS:
-        return f"head_dim must be a multiple of {BLOCK_COLUMNS}, and is {k_pages.shape[4]}"
-    if return_lse:
-        return "it does not return the log-sum-exp"
-    return None
-
-
-# Traced once for all layers of a model: the layer is an operand.
-@partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap"))
-def paged_attention_numba(
-    queries, k_pages, v_pages, layer, page_table, query_start, kv_len, *, scale, sliding_window=None, soft_cap=None
-) -> jax.Array:
-    """See `paged_attention`. Temporary memory is that of one tile a thread."""
-    heads, head_dim = queries.shape[1:]
-    kv_heads = k_pages.shape[2]
-    shared = heads // kv_heads
-    floats = max(_memory.py_func(TILE * shared, 1, head_dim), _memory.py_func(shared, kv_heads, head_dim))
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    _register()
-    operation = jax.ffi.ffi_call(
-        _NAME,
-        (
-            jax.ShapeDtypeStruct(queries.shape, jnp.float32),
-            jax.ShapeDtypeStruct((workers, _round_up.py_func(floats, 16)), jnp.float32),  # cache lines of their own
-        ),
-        vmap_method="sequential",
-    )
-    out, _ = operation(
-        queries, k_pages, v_pages, page_table, query_start, kv_len, jnp.int32(layer),
-        scale=np.float32(scale), soft_cap=np.float32(soft_cap or 0), window=np.int32(sliding_window or 0),
-    )  # fmt: skip
-    return out
+def object_file(name: str) -> bytes:
+    """The code of the operation `name`, see `pallas_kernels.cpu.native`. Takes seconds."""
+    return ffi.object_file(name, _units, _run)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import simd
+from pallas_kernels.cpu import simd, units
 
 
 @simd.compiled
 def exp_of(source, target, count):
-    for at in range(0, count * simd.FLOAT, simd.VECTOR):
+    for at in range(0, count * units.FLOAT, units.VECTOR):
         simd.store(target + at, simd.exp(simd.load(source + at)))
 
 
@@ -23,9 +23,9 @@ def turn(source, target, source_stride, target_stride):
 def reductions(source, other, target):
     a, b = simd.load(source), simd.load(other)
     simd.store(target, simd.larger(a, b))
-    simd.store(target + simd.VECTOR, simd.fma(a, b, simd.sub(simd.mul(a, simd.splat(np.float32(2))), simd.add(a, b))))
-    simd.store_float(target + 2 * simd.VECTOR, simd.total(a))
-    simd.store_float(target + 2 * simd.VECTOR + simd.FLOAT, simd.largest(a))
+    simd.store(target + units.VECTOR, simd.fma(a, b, simd.sub(simd.mul(a, simd.splat(np.float32(2))), simd.add(a, b))))
+    simd.store_float(target + 2 * units.VECTOR, simd.total(a))
+    simd.store_float(target + 2 * units.VECTOR + units.FLOAT, simd.largest(a))
 
 
 @simd.compiled
@@ -34,7 +34,7 @@ def counted(address):
 
 
 def exponentials(x) -> np.ndarray:
-    source = np.resize(np.asarray(x, np.float32), -(-len(x) // simd.LANES) * simd.LANES)
+    source = np.resize(np.asarray(x, np.float32), -(-len(x) // units.LANES) * units.LANES)
     target = np.empty_like(source)
     exp_of(source.ctypes.data, target.ctypes.data, source.size)
     return target[: len(x)]
@@ -59,18 +59,18 @@ def test_exp_at_the_edges():
 def test_a_block_is_turned(rows, columns):
     source = np.arange(8 * rows, dtype=np.float32).reshape(8, rows)
     target = np.full((8, columns), -1, np.float32)
-    turn(source.ctypes.data, target.ctypes.data, rows * simd.FLOAT, columns * simd.FLOAT)
+    turn(source.ctypes.data, target.ctypes.data, rows * units.FLOAT, columns * units.FLOAT)
     np.testing.assert_array_equal(target[:, :8], source[:, :8].T)
     assert (target[:, 8:] == -1).all()
 
 
 def test_arithmetic_and_reductions():
     rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(2, simd.LANES)).astype(np.float32)
-    out = np.empty(2 * simd.LANES + 2, np.float32)
+    a, b = rng.normal(size=(2, units.LANES)).astype(np.float32)
+    out = np.empty(2 * units.LANES + 2, np.float32)
     reductions(a.ctypes.data, b.ctypes.data, out.ctypes.data)
-    np.testing.assert_array_equal(out[: simd.LANES], np.maximum(a, b))
-    np.testing.assert_allclose(out[simd.LANES : -2], a * b + (2 * a - (a + b)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(out[: units.LANES], np.maximum(a, b))
+    np.testing.assert_allclose(out[units.LANES : -2], a * b + (2 * a - (a + b)), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(out[-2:], [a.sum(), a.max()], rtol=1e-6)
 
 
