@@ -47,6 +47,8 @@ class EngineConfig:
         victim: who of those who run makes room last, and is served first; a policy as well.
         trace: keep what every step decides, and all that the engine is told, in `LLM.trace`: for pictures, and to
             replay it. It changes no token, and grows with every step.
+        compilation_cache: keep compiled programs for the next process, in the user's cache directory, where JAX's own
+            settings do not name another place or switch this off; see `jpaged.runtime.compilation_cache`.
 
     Raises:
         ValueError: naming the field, the value given, and what is allowed.
@@ -71,6 +73,7 @@ class EngineConfig:
     admission: Policy = by_priority
     victim: Policy = by_priority
     trace: bool = False
+    compilation_cache: bool = True
 
     def __post_init__(self):
         counts = (
@@ -85,7 +88,7 @@ class EngineConfig:
             raise ValueError(f"give num_pages ({self.num_pages}) or pool_bytes ({self.pool_bytes}), not both")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}")
-        for name in ("enable_prefix_caching", "trace"):
+        for name in ("enable_prefix_caching", "trace", "compilation_cache"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         self._check_preemption()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Before jax is imported, by whichever test comes first.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # engines of tests leave the user's cache as it is
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "False")
 if importlib.metadata.version("jax").split(".")[:2] >= ["0", "11"]:
     # Pallas's GPU interpreter runs each thread of a kernel as a program that waits for the others. XLA's pool has as
     # many threads as there are cores: with two, they can all be taken by those who wait.

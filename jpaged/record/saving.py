@@ -40,6 +40,7 @@ FREE_FIELDS = frozenset(
     {
         "num_pages", "pool_bytes", "gpu_memory_utilization", "max_num_batched_tokens", "token_budgets",
         "steps_per_burst", "admission", "victim", "preemption", "swap_space_bytes", "swap_page_cost",
+        "compilation_cache",
     }
 )  # fmt: skip
 _POLICIES = ("admission", "victim")

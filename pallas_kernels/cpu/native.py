@@ -57,6 +57,11 @@ def register(name: str, compiled: Callable[[], bytes], sources: Sequence[Path]) 
     return engine
 
 
+def machine() -> tuple[str, ...]:
+    """All that decides which machine code runs here: system, processor, and its features."""
+    return llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
 def target_machine() -> llvm.TargetMachine:
     """Makes code for this processor, to be loaded into this process."""
     return llvm.Target.from_default_triple().create_target_machine(
@@ -71,8 +76,7 @@ def _kept_at(name: str, sources: Sequence[Path]) -> Path | None:
     if not jax.config.jax_enable_compilation_cache or not cache or "://" in cache:  # type: ignore[attr-defined]
         return None
     made_by = [f"{package} {importlib.metadata.version(package)}" for package in ("numba", "llvmlite")]
-    machine = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    digest = hashlib.sha256("\n".join([*made_by, str(sys.implementation.cache_tag), *machine]).encode())
+    digest = hashlib.sha256("\n".join([*made_by, str(sys.implementation.cache_tag), *machine()]).encode())
     for source in sources:
         digest.update(hashlib.sha256(source.read_bytes()).digest())
     return Path(cache, FOLDER, f"{name}-{digest.hexdigest()[:32]}.o")
