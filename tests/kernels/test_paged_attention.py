@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from support.attention import in_numpy
 
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
-from pallas_kernels.paged_attention.cases import CASES, Case, operands
+from pallas_kernels.paged_attention.cases import CASES, SPARE_PAGES, Case, operands
 
 HERE = [i for i in IMPLEMENTATIONS if not i.platforms or "cpu" in i.platforms]
 NAMES = [i.name for i in HERE]
@@ -27,23 +28,90 @@ HALF = jax.ShapeDtypeStruct((1, 1, 1, 1, 16), jnp.float16)
 
 
 @cache
-def attention(implementation: str, *, optimize: bool = True, **static):
-    """Compiled attention. Without `optimize` it compiles in half the time, for cases that are run once."""
-    options = None if optimize else {"xla_backend_optimization_level": 0}
+def attention(implementation: str, **static):
+    """Compiled attention, without LLVM's optimizations: here only compiling takes time."""
+    options = {"xla_backend_optimization_level": 0}
     return jax.jit(lambda *a: paged_attention(*a, implementation=implementation, **static), compiler_options=options)
 
 
+def _resized(page: int, ratio: int, head_dim: int) -> list[Case]:
+    """The cases of that page size, with other heads."""
+    names = [name for name in (f"mixed-page{page}", f"decode-page{page}") if name in CASES]
+    return [replace(CASES[name], heads=2 * ratio, head_dim=head_dim) for name in names]
+
+
+#: By program, the cases that it runs: they differ in their rows alone, and are padded to one shape. Page size, query
+#: heads of a KV head and head size are sizes of arrays here, without code of their own, and are varied together: each
+#: value of `CASES` occurs, not each combination. Kernels for GPUs run `CASES` one by one.
+PROGRAMS = {
+    "page4": [CASES[name] for name in ("mixed-page4", "many-short-prompts")],
+    "page4-decode": [CASES[name] for name in ("decode-page4", "many-rows")],
+    "page16": [CASES[name] for name in ("mixed-page16", "one-prompt", "long-chunk", "idle")],
+    "page16-decode": [CASES[name] for name in ("decode-page16", "one-query", "long-decode", "more-rows-than-tokens")],
+    "page256-ratio16-decode": [replace(CASES["decode-page256"], heads=32)],
+} | {
+    f"page{page}-ratio{ratio}-head_dim{size}": _resized(page, ratio, size)
+    for page, ratio, size in ((1, 8, 256), (3, 7, 128), (24, 6, 112), (64, 4, 96), (96, 3, 80), (128, 1, 64))
+} | {
+    name: [CASES[name]]
+    for name in (
+        "mqa7", "window1-page1", "window5-page4", "window16-page16", "window33-page16", "window100-page128",
+        "soft_cap-window",
+    )
+}  # fmt: skip
+
+
+@cache
+def batches(program: str) -> list[tuple]:
+    """Of each case of a program: the case, the operands, and what numpy says, with the log-sum-exps."""
+    cases = PROGRAMS[program]
+    rows, tokens = max(len(case.rows) for case in cases), max(case.num_tokens for case in cases)
+    columns, pages = max(case.max_pages for case in cases), SPARE_PAGES + max(case.pages_used for case in cases)
+    found = []
+    for case in cases:
+        idle = ((0, 0),) * (rows - len(case.rows))
+        case = replace(case, rows=case.rows + idle, padding=case.padding + tokens - case.num_tokens)
+        arguments = padded(operands(case), columns, pages)
+        found.append((case, arguments, in_numpy(case, *arguments, return_lse=True)))
+    return found
+
+
+def padded(arguments: tuple, columns: int, pages: int) -> tuple:
+    """Operands with so many columns of the page table, of page 0, and pages, of poison."""
+    queries, k, v, layer, table, *rest = (np.asarray(a) for a in arguments)
+    table = np.pad(table, ((0, 0), (0, columns - table.shape[1])))
+    poison = ((0, 0), (0, pages - k.shape[1]), *((0, 0),) * 3)
+    k, v = (np.pad(a, poison, constant_values=np.nan) for a in (k, v))
+    return queries, k, v, np.int32(layer), table, *rest
+
+
 @pytest.mark.parametrize("implementation", NAMES)
-@pytest.mark.parametrize("name", CASES)
-def test_every_case(name, implementation):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_case(program, implementation):
     """Catches: an edge of a page, a tile or a chunk off by one; a head that reads another group's keys; a masked NaN
-    that still spreads; padding that is not zero."""
-    case = CASES[name]
-    arguments = operands(case)
-    result = np.asarray(attention(implementation, optimize=False, **case.options)(*arguments))
-    np.testing.assert_allclose(result, in_numpy(case, *arguments), atol=1e-5, rtol=1e-5)
-    used = case.num_tokens - case.padding
-    assert (result[used:] == 0).all()
+    that still spreads; padding that is not zero. Of the log-sum-exp, where there is one: a base of 2, a maximum or a
+    mask left out; a number for padding."""
+    with_lse = {} if implementation == "numba" else {"return_lse": True}
+    for case, arguments, (expected, expected_lse) in batches(program):
+        result = attention(implementation, **case.options, **with_lse)(*arguments)
+        if with_lse:
+            result, lse = result
+            np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(result, expected, atol=1e-5, rtol=1e-5)
+        assert (np.asarray(result)[case.num_tokens - case.padding :] == 0).all()
+
+
+def test_no_size_of_the_cases_is_left_out():
+    """Catches: a case added for the kernels of GPUs with a size that no implementation for a CPU is asked for."""
+    ours = [case for cases in PROGRAMS.values() for case in cases]
+
+    def sizes(cases):
+        return {(name, value) for case in cases for name, value in (
+            ("page", case.page_size), ("ratio", case.heads // case.kv_heads), ("head_dim", case.head_dim),
+            ("window", case.sliding_window), ("capped", case.soft_cap is not None),
+        )}  # fmt: skip
+
+    assert sizes(CASES.values()) <= sizes(ours) | {("page", 2)}  # for what a GPU's copies cannot take apart
 
 
 @pytest.mark.parametrize("implementation", [i.name for i in HERE if i.missing(HALF, HALF, False) is None])
@@ -81,12 +149,10 @@ def ragged(draw) -> Case:
 @example(case=Case("idle", ((0, 0),) * ROWS, page_size=PAGE, padding=BUDGET), seed=0)
 def test_any_ragged_batch_equals_the_specification(window, case, seed):
     """Catches: a mix of lengths for which tiles, groups or columns are counted wrongly."""
-    queries, k, v, layer, table, start, lengths = operands(case, seed)
-    table = jnp.pad(table, ((0, 0), (0, PAGES - table.shape[1])))
-    k, v = (jnp.pad(a, ((0, 0), (0, ROWS * PAGES + 3 - a.shape[1]), *((0, 0),) * 3)) for a in (k, v))
+    arguments = padded(operands(case, seed), PAGES, ROWS * PAGES + SPARE_PAGES)
     static = {"scale": 0.25, "sliding_window": window, "soft_cap": None}
     results = [
-        np.asarray(attention(name, **static)(queries, k, v, layer, table, start, lengths))
+        np.asarray(attention(name, **static)(*arguments))
         for name in ("reference", *(n for n in NAMES if n != "reference"))
     ]
     for result in results[1:]:
@@ -98,7 +164,6 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation):
     """NU-02, at the root: the same row, alone in its place or beside others, in each place, to the last bit. In
     float32 on a CPU nothing excuses a difference."""
     page, row, rows = 4, (1, 37), 12
-    alone = Case("alone", (row, *((0, 0),) * (rows - 1)), page_size=page, padding=20)
     expected = None
     for place in range(4):
         # None, some, and as many as the kernel for a CPU wants before it takes all heads of a row together.
@@ -106,30 +171,18 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation):
             others = (*others, *((0, 0),) * (rows - 1 - len(others)))
             beside = (*others[:place], row, *others[place:])
             case = Case("beside", beside, page_size=page, padding=21 - sum(q for q, _ in beside))
-            queries, k, v, layer, table, start, lengths = (np.asarray(a).copy() for a in operands(case, seed=place))
+            arguments = padded(operands(case, seed=place), 24, 60)
+            queries, k, v, layer, table, start, lengths = (a.copy() for a in arguments)
             rng = np.random.default_rng(7)  # the row itself is always the same
             queries[start[place]] = rng.normal(size=queries.shape[1:])
             for pool in (k, v):
                 content = rng.normal(size=(row[1], *pool.shape[2:3], pool.shape[4])).astype(np.float32)
                 for token in range(row[1]):
                     pool[layer, table[place, token // page], :, token % page] = content[token]
-            table = np.pad(table, ((0, 0), (0, 24 - table.shape[1])))
-            static = alone.options
-            result = attention(implementation, **static)(queries, k, v, int(layer), table, start, lengths)
+            result = attention(implementation, **case.options)(queries, k, v, layer, table, start, lengths)
             mine = np.asarray(result)[start[place]]
             expected = mine if expected is None else expected
             np.testing.assert_array_equal(mine, expected)
-
-
-@pytest.mark.parametrize("implementation", [i.name for i in HERE if i.name != "numba"])
-@pytest.mark.parametrize("name", ["mixed-page4", "soft_cap-window", "long-chunk", "more-rows-than-tokens"])
-def test_the_log_sum_exp_comes_with_it(name, implementation):
-    """Catches: a base of 2, a maximum left out, a mask left out; a number for padding."""
-    case = CASES[name]
-    arguments = operands(case)
-    function = attention(implementation, optimize=False, return_lse=True, **case.options)
-    for result, expected in zip(function(*arguments), in_numpy(case, *arguments, return_lse=True), strict=True):
-        np.testing.assert_allclose(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def compiled_attention(implementation: str, *, pages: int, max_pages: int, tokens: int, rows: int = 8):
@@ -140,14 +193,15 @@ def compiled_attention(implementation: str, *, pages: int, max_pages: int, token
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     queries = jax.ShapeDtypeStruct((tokens, 6, 64), jnp.float32)
-    function = attention(implementation, optimize=False, scale=0.125, sliding_window=None, soft_cap=None)
+    function = attention(implementation, scale=0.125, sliding_window=None, soft_cap=None)
     return function.lower(queries, pool, pool, 2, ints(rows, max_pages), ints(rows + 1), ints(rows)).compile()
 
 
 @pytest.mark.parametrize("implementation", ["xla", "numba"])
-@pytest.mark.parametrize("tokens", [8, 48])
-def test_temporary_bytes_do_not_depend_on_the_pool_or_on_the_longest_request(tokens, implementation):
-    """Catches: a gather of all pages of a table, a layer sliced out of the pool, scores of rows x max_model_len."""
+def test_temporary_bytes_do_not_depend_on_the_pool_or_on_the_longest_request(implementation):
+    """Catches: a gather of all pages of a table, a layer sliced out of the pool, scores of rows x max_model_len. With
+    more tokens than rows both walks are there, over rows of one query and of several."""
+    tokens = 48
 
     def temporary(pages, max_pages):
         compiled = compiled_attention(implementation, pages=pages, max_pages=max_pages, tokens=tokens)
@@ -229,7 +283,7 @@ def test_calls_from_many_threads_do_not_wait_for_each_other():
     function = attention("numba", **case.options)
     expected = np.asarray(function(*arguments))
     with ThreadPoolExecutor(8) as threads:
-        for result in threads.map(lambda _: np.asarray(function(*arguments)), range(400), timeout=120):
+        for result in threads.map(lambda _: np.asarray(function(*arguments)), range(400)):
             np.testing.assert_array_equal(result, expected)
 
 
@@ -244,12 +298,12 @@ def test_it_runs_under_vmap_and_on_a_thread_alone():
     program = (
         "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); sys.path[:0] = sys.argv[2:]\n"
         "import numpy as np\n"
-        "from test_paged_attention import CASES, attention, operands\n"
+        "from pallas_kernels import paged_attention\n"
+        "from pallas_kernels.paged_attention.cases import CASES, operands\n"
         "case = CASES['long-chunk']\n"
-        "np.save(sys.argv[1], attention('numba', **case.options)(*operands(case)))\n"
+        "np.save(sys.argv[1], paged_attention(*operands(case), implementation='numba', **case.options))\n"
     )
     with TemporaryDirectory() as folder:
-        here = Path(__file__).parent
-        command = [sys.executable, "-c", program, f"{folder}/out.npy", str(here), str(here.parent)]
+        command = [sys.executable, "-c", program, f"{folder}/out.npy", str(Path(__file__).parents[2])]
         subprocess.run(command, check=True)
         np.testing.assert_array_equal(np.load(f"{folder}/out.npy"), function(queries, k, v, layer, *rest))
