@@ -19,6 +19,7 @@ if importlib.metadata.version("jax").split(".")[:2] >= ["0", "11"]:
 import jax
 import pytest
 from hypothesis import settings
+from support.quick import compile_quickly
 from support.tiny import TINY, tiny_decoder
 
 # An implicit promotion is how a float64, or a pool twice as wide, gets in unseen.
@@ -57,12 +58,12 @@ def programs_are_given_back_within():
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_quickly(request):
-    """In folders where nothing takes time but compiling, LLVM's optimizations are left out; XLA's are not. Also in the
-    processes that tests start: programs compiled otherwise round otherwise."""
-    quickly = request.path.parent.name in ("unit", "property")
+    """In folders where nothing takes time but compiling, see `support.quick`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(quickly))
-        jax.config.update("jax_disable_most_optimizations", quickly)
+        if request.path.parent.name in ("unit", "property"):
+            compile_quickly(patch)
+        else:
+            patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "False")
         yield
     jax.config.update("jax_disable_most_optimizations", False)
 
