@@ -1,4 +1,4 @@
-"""GGUF files: a bounded reader of the header, and tensors dequantised one at a time.
+"""GGUF files: a bounded reader of the header, and tensors dequantised a piece at a time.
 
 The types, block sizes and dequantisation are those of the `gguf` package. Its `GGUFReader` is not used: it
 maps the file before it checks anything, follows lengths that a damaged header claims, and keeps two NumPy
@@ -109,22 +109,32 @@ class GGUFSource:
     def names(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
-    def read(self, name: str) -> np.ndarray:
-        info = self._infos.get(name)
-        if info is None:
-            raise unknown_tensor(name, self)
-        kind = GGMLQuantizationType[info.kind]
+    def pieces(self, name: str) -> list[slice]:
+        return self._info(name).pieces()
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        info = self._info(name)
         offset, size = self._places[name]
+        shape = info.shape
+        if rows is not None and len(shape) > 1:  # a tensor of one axis is one piece
+            row_bytes = size // shape[0]
+            offset, size = offset + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
+            shape = (rows.stop - rows.start, *shape[1:])
+        # Read and not mapped: a file that is cut short while it is open is an error here, and a crash there.
         with self.path.open("rb") as file:
-            file.seek(offset)
-            stored = np.fromfile(file, np.uint8, size)
+            stored = np.fromfile(file, np.uint8, size, offset=offset)
         if stored.size != size:
             raise ValueError(f"{self.path} was cut short while it was open: tensor {name!r} is not whole")
         if info.kind in _PLAIN:
-            return stored.view(_PLAIN[info.kind]).reshape(info.shape)
+            return stored.view(_PLAIN[info.kind]).reshape(shape)
         # a block whose scale is inf or NaN is the file's matter; it must not become a warning here
         with np.errstate(over="ignore", invalid="ignore"):
-            return dequantize(stored.reshape(*info.shape[:-1], -1), kind).reshape(info.shape)
+            return dequantize(stored.reshape(*shape[:-1], -1), GGMLQuantizationType[info.kind]).reshape(shape)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self._infos:
+            raise unknown_tensor(name, self)
+        return self._infos[name]
 
     def _read_header(self, cursor: _Cursor, size: int) -> None:
         if cursor.data[cursor.take(4, "the magic number") : 4] != _MAGIC:

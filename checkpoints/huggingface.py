@@ -58,7 +58,7 @@ class HuggingFaceSource:
             "config": read_json(config),
             "generation_config": read_json(generation) if generation.is_file() else {},
         }
-        self._shards: dict[Path, Any] = {}
+        self._shards: dict[Path, tuple[Any, int]] = {}  # and how many bytes each file has
         self._infos: dict[str, TensorInfo] = {}
         index = self.path / INDEX_FILE
         if index.is_file():
@@ -75,14 +75,26 @@ class HuggingFaceSource:
     def names(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
-    def read(self, name: str) -> np.ndarray:
-        info = self._infos.get(name)
-        if info is None:
-            raise unknown_tensor(name, self)
+    def pieces(self, name: str) -> list[slice]:
+        return self._info(name).pieces()
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        info = self._info(name)
+        shard, size = self._shards[info.file]
         try:
-            return self._shards[info.file].get_tensor(name)
-        except SafetensorError as error:
+            # The file is mapped, and a page that is gone would end the process.
+            if (now := info.file.stat().st_size) != size:
+                raise ValueError(f"{info.file} had {size:,} bytes when it was opened and has {now:,} now")
+            if rows is None or rows == slice(0, info.shape[0]):
+                return shard.get_tensor(name)
+            return shard.get_slice(name)[rows]
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"tensor {name!r} of {info.file} cannot be read: {error}") from error
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self._infos:
+            raise unknown_tensor(name, self)
+        return self._infos[name]
 
     def _open_sharded(self, index: Path) -> None:
         weight_map = read_json(index).get("weight_map")
@@ -112,12 +124,12 @@ class HuggingFaceSource:
 
     def _open_shard(self, file: Path) -> set[str]:
         try:
-            shard = safe_open(file, framework="numpy")
+            shard, size = safe_open(file, framework="numpy"), file.stat().st_size
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
-        self._shards[file] = shard
+        self._shards[file] = shard, size
         names = set(shard.keys())
-        for name in shard.keys():  # noqa: SIM118 - a handle, not a dict
+        for name in shard.offset_keys():  # in the order in which the file holds them
             view = shard.get_slice(name)
             if view.get_dtype() not in CLAIMED_KINDS:
                 raise ValueError(

@@ -142,7 +142,13 @@ class OrbaxSource:
     def names(self) -> Mapping[str, TensorInfo]:
         return self._infos
 
-    def read(self, name: str) -> np.ndarray:
+    def pieces(self, name: str) -> list[slice]:
+        """One: Orbax reads arrays whole."""
+        if name not in self._infos:
+            raise unknown_tensor(name, self)
+        return [slice(0, (self._infos[name].shape or (1,))[0])]
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         if name not in self._infos:
             raise unknown_tensor(name, self)
         return self._restore({name: ocp.RestoreArgs(restore_type=np.ndarray)})[name]

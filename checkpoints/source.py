@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
+
+#: bytes, as float32, of a piece in which a tensor is read: its intermediate values stay in a core's cache
+PIECE_BYTES = 1 << 20
+_DTYPES = {"F16": np.float16, "float16": np.float16, "BF16": ml_dtypes.bfloat16, "bfloat16": ml_dtypes.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,21 @@ class TensorInfo:
     shape: tuple[int, ...]
     kind: str
     file: Path
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of what loading makes of it where no other dtype is asked for: float16 and bfloat16 stay, all else, quantised
+        or in double precision, is float32."""
+        return np.dtype(_DTYPES.get(self.kind, np.float32))
+
+    def pieces(self) -> list[slice]:
+        """Slices of the first axis that cover the tensor, each of at most `PIECE_BYTES` or one row; a tensor of one axis
+        is one piece."""
+        rows, *inner = self.shape or (1,)
+        if not inner:
+            return [slice(0, rows)]
+        step = max(1, PIECE_BYTES // (4 * math.prod(inner)))
+        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 class TensorSource(Protocol):
@@ -43,8 +64,21 @@ class TensorSource(Protocol):
         """Every tensor of the checkpoint, by its stored name."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor: float32, float16 or bfloat16 (of ml_dtypes) as stored; float32 where it was quantised.
+    def pieces(self, name: str) -> list[slice]:
+        """Slices of the first axis in which `read` is to be asked for a tensor, so that little of it is in memory at a
+        time. They cover it, in order.
+
+        Raises:
+            ValueError: the name is not in the checkpoint.
+        """
+        ...
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """One tensor: float64, float32, float16 or bfloat16 (of ml_dtypes) as stored; float32 where it was quantised.
+        Safe in several threads.
+
+        Args:
+            rows: one of `pieces`; None: all.
 
         Raises:
             ValueError: the name is not in the checkpoint, or its bytes cannot be read.

@@ -1,8 +1,4 @@
-"""What decoders are made of. Activations are columns: `[features, tokens]`.
-
-A weight is `[out, in]`, as checkpoints store it, and multiplies columns from the left. On a CPU that product is the
-faster one at every number of tokens (ARCHITECTURE.md has the measurement), and no weight is ever transposed.
-"""
+"""What layers are made of beside products with weights. Activations are columns: `[features, tokens]`."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.models.spec import ModelConfig
+from jpaged.models.spec import Rope
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -22,16 +18,15 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (wide * scale).astype(x.dtype) * weight[:, None]
 
 
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Inverse frequencies `[head_dim / 2]` float32, stretched as `config.rope_scaling` says.
+def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Inverse frequencies `[head_dim / 2]` float32, stretched as `rope` says.
 
     "llama3" follows Llama 3.1: wavelengths longer than `original / low_freq_factor` are divided by `factor`, those
     shorter than `original / high_freq_factor` are kept, and between the two lies a linear passage.
     """
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    inverse = 1.0 / config.rope_theta**exponent
-    scaling = config.rope_scaling
-    factors = config.rope_freq_factors
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    inverse = 1.0 / rope.theta**exponent
+    scaling, factors = rope.scaling, rope.factors
     if factors is not None:
         inverse = inverse / np.asarray(factors, np.float64)
     elif scaling is not None and scaling.kind == "linear":
@@ -57,6 +52,6 @@ def rope_tables(frequencies: np.ndarray, positions: jax.Array) -> tuple[jax.Arra
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding of `x` `[..., head_dim, tokens]`: feature `i` turns with feature `i + head_dim / 2`."""
     halves = x.astype(jnp.float32).reshape(*x.shape[:-2], 2, x.shape[-2] // 2, x.shape[-1])
-    # A flip of the halves, where slices put together again would be: XLA on a CPU is 5 times slower at those.
+    # A flip of the halves, not two slices put together again: XLA on a CPU is 5 times slower at those.
     turned = halves * cos + jnp.flip(halves, -3) * sin
     return turned.astype(x.dtype).reshape(x.shape)

@@ -1,249 +1,161 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Mistral. Grouped, multi- or single-head keys; tied or untied heads."""
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral. Its layers are those of `ModelConfig`: each has a window of
+attention or none has, and heads of keys are as many as those of queries, fewer, or one."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
-from jpaged.models.layers import rms_norm, rope_frequencies, rope_tables, rotate
+from jpaged.models.family import Family, GgufFile, HfFiles
+from jpaged.models.fields import HF_HARMLESS, Fields, gguf_scaling, hf_rope
 from jpaged.models.spec import ModelConfig
-from jpaged.parallel.rules import BY_HEAD, EVERYWHERE, POOL, brought_together, over_kv_heads
-from jpaged.pool import SCRATCH_PAGE, KVPool, StepBatch
-from pallas_kernels import kv_write, paged_attention
+
+_LLAMA, _MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+
+#: Stored names by role; `{i}` is the number of the layer.
+HF_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "head": "lm_head.weight",
+    "final_norm": "model.norm.weight",
+    "attn_norm": "model.layers.{i}.input_layernorm.weight",
+    "mlp_norm": "model.layers.{i}.post_attention_layernorm.weight",
+    "q": "model.layers.{i}.self_attn.q_proj.weight",
+    "k": "model.layers.{i}.self_attn.k_proj.weight",
+    "v": "model.layers.{i}.self_attn.v_proj.weight",
+    "o": "model.layers.{i}.self_attn.o_proj.weight",
+    "gate": "model.layers.{i}.mlp.gate_proj.weight",
+    "up": "model.layers.{i}.mlp.up_proj.weight",
+    "down": "model.layers.{i}.mlp.down_proj.weight",
+}
+GGUF_NAMES = {
+    "embed": "token_embd.weight",
+    "head": "output.weight",
+    "final_norm": "output_norm.weight",
+    "attn_norm": "blk.{i}.attn_norm.weight",
+    "mlp_norm": "blk.{i}.ffn_norm.weight",
+    "q": "blk.{i}.attn_q.weight",
+    "k": "blk.{i}.attn_k.weight",
+    "v": "blk.{i}.attn_v.weight",
+    "o": "blk.{i}.attn_output.weight",
+    "gate": "blk.{i}.ffn_gate.weight",
+    "up": "blk.{i}.ffn_up.weight",
+    "down": "blk.{i}.ffn_down.weight",
+}
+
+#: Fields that would change the mathematics, and the values under which they do not.
+_HF_ONLY: dict[str, tuple[object, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", "swish"),
+    "rope_interleaved": (False,),
+    "partial_rotary_factor": (1, None),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+}
 
 
-@dataclass(frozen=True)
-class WeightSpec:
-    """A weight, declared once: its shape and what its dimensions are, for loading and for sharding."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-
-
-def block_weights(config: ModelConfig) -> dict[str, WeightSpec]:
-    """The weights of one layer. `qkv` holds, for each KV head, its query heads, then its key, then its value, so that
-    splitting over KV heads splits all three; `gate_up` holds the gate and the up projection."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        "attn_norm": WeightSpec((hidden,), (None,)),
-        "qkv": WeightSpec(
-            (config.num_kv_heads, config.group + 2, config.head_dim, hidden), ("kv_heads", None, None, "hidden")
-        ),
-        "o": WeightSpec((hidden, config.num_heads * config.head_dim), ("hidden", "heads")),
-        "mlp_norm": WeightSpec((hidden,), (None,)),
-        "gate_up": WeightSpec((2, inner, hidden), (None, "inner", "hidden")),
-        "down": WeightSpec((hidden, inner), ("hidden", "inner")),
-    }
-
-
-def outer_weights(config: ModelConfig) -> dict[str, WeightSpec]:
-    """The weights outside the layers. A tied model has no `head`: the embedding is used."""
-    table = WeightSpec((config.vocab_size, config.hidden_size), ("vocab", "hidden"))
-    weights = {"embed": table, "final_norm": WeightSpec((config.hidden_size,), (None,))}
-    return weights if config.tie_word_embeddings else weights | {"head": table}
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter by its name in checkpoints of ours: `embed`, `layers.0.qkv`, ..."""
-    shapes = {name: spec.shape for name, spec in outer_weights(config).items()}
-    for layer in range(config.num_layers):
-        shapes |= {f"layers.{layer}.{name}": spec.shape for name, spec in block_weights(config).items()}
-    return shapes
-
-
-def _param(spec: WeightSpec, dtype: Any, rngs: nnx.Rngs, layers: int | None = None) -> nnx.Param:
-    shape, axes = spec.shape, spec.axes
-    if layers is not None:
-        shape, axes = (layers, *shape), ("layers", *axes)
-    if len(spec.shape) == 1:
-        value = jnp.ones(shape, dtype)
-    else:
-        value = 0.02 * jax.random.normal(rngs.params(), shape, jnp.float32).astype(dtype)
-    return nnx.Param(value, axes=axes)
-
-
-class LayerNumber(nnx.Variable):
-    """Which layer a block is. An array, not a constant, so that the layers are one program many times over, and XLA
-    compiles its kernels once for all of them."""
-
-
-class Block(nnx.Module):
-    """Layer number `number`; or with `layers` all of them, stacked along a first axis for a scan."""
-
-    attn_norm: nnx.Param
-    qkv: nnx.Param
-    o: nnx.Param
-    mlp_norm: nnx.Param
-    gate_up: nnx.Param
-    down: nnx.Param
-
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs, number: int = 0, layers: int | None = None):
-        self.config = config
-        self.number = LayerNumber(jnp.int32(number) if layers is None else jnp.arange(layers, dtype=jnp.int32))
-        for name, spec in block_weights(config).items():
-            setattr(self, name, _param(spec, dtype, rngs, layers))
-
-    def __call__(self, x, pool, batch, rope, place):
-        """`x` `[hidden, tokens]` through the layer; returns it and the pool."""
-        x, pool = self.attend(x, pool, batch, rope, place)
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)), pool
-
-    def attend(self, x, pool, batch, rope, place):
-        config, tokens, layer = self.config, x.shape[1], self.number[...]
-        normed = rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
-        qkv = self.qkv[...].reshape(-1, config.hidden_size) @ normed
-        qkv = qkv.reshape(config.num_kv_heads, config.group + 2, config.head_dim, tokens)
-        turned = rotate(qkv[:, :-1], *rope)  # queries and keys
-        q = turned[:, :-1].transpose(3, 0, 1, 2).reshape(tokens, config.num_heads, config.head_dim)
-        k, v = (a.transpose(2, 0, 1).astype(pool.k.dtype) for a in (turned[:, -1], qkv[:, -1]))
-
-        def write_and_attend(q, k, v, pool, layer, batch, place):
-            pool = KVPool(*kv_write(pool.k, pool.v, k, v, layer, *place))
-            out = paged_attention(
-                q, pool.k, pool.v, layer, batch.page_table, batch.query_start, batch.kv_len,
-                scale=1 / math.sqrt(config.head_dim), sliding_window=config.sliding_window,
-            )  # fmt: skip
-            return out, pool
-
-        split = over_kv_heads(
-            write_and_attend, (BY_HEAD, BY_HEAD, BY_HEAD, POOL, EVERYWHERE, EVERYWHERE, EVERYWHERE), (BY_HEAD, POOL)
+def parse_hf(files: HfFiles) -> ModelConfig:
+    """The model that config.json describes."""
+    fields, mistral = files.config, files.architecture == _MISTRAL
+    fields.only(_HF_ONLY)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if fields.get("head_dim") is None and hidden % heads:
+        raise ValueError(
+            f"hidden_size ({hidden}) of {fields.place} is no multiple of num_attention_heads ({heads}), and "
+            "head_dim is missing"
         )
-        out, pool = split(q, k, v, pool, layer, batch, place)
-        return x + self.o[...] @ out.reshape(tokens, -1).T, pool
-
-    def mlp(self, x):
-        gate, up = jnp.split(self.gate_up[...].reshape(-1, self.config.hidden_size) @ x, 2)
-        return self.down[...] @ (jax.nn.silu(gate) * up)
-
-
-class Llama(nnx.Module):
-    """A decoder of the Llama family.
-
-    Args:
-        stacked: layers are one Block with stacked weights, scanned: one layer is compiled, in half the time or less.
-            Otherwise they are a list, unrolled: XLA, for CPUs and GPUs alike, would copy each layer's slice of a stack
-            before multiplying with it.
-    """
-
-    embed: nnx.Param
-    final_norm: nnx.Param
-    head: nnx.Param
-    layers: Any  # a stacked Block, or a list of them
-
-    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, stacked: bool = False, rngs: nnx.Rngs):
-        self.config = config
-        self.stacked = stacked
-        for name, spec in outer_weights(config).items():
-            setattr(self, name, _param(spec, dtype, rngs))
-        if stacked:
-            self.layers = Block(config, dtype, rngs, layers=config.num_layers)
-        else:
-            self.layers = nnx.List([Block(config, dtype, rngs, number) for number in range(config.num_layers)])
-
-    def __call__(self, pool: KVPool, batch: StepBatch) -> tuple[jax.Array, KVPool]:
-        """Float32 logits `[rows, vocab]` of the tokens `batch.logit_index`, and the pool."""
-        config = self.config
-        x = self.embed[...][batch.token_ids].T
-        rope = rope_tables(rope_frequencies(config), batch.positions)
-        place = _places(batch, pool.page_size)
-        if self.stacked:
-            graph, weights = nnx.split(self.layers)
-
-            def layer(carry, weights):
-                return nnx.merge(graph, weights)(*carry, batch, rope, place), None
-
-            (x, pool), _ = jax.lax.scan(layer, (x, pool), weights)
-        else:
-            for block in self.layers:
-                x, pool = block(x, pool, batch, rope, place)
-        x = rms_norm(x[:, batch.logit_index], self.final_norm[...], config.rms_norm_eps)
-        head = self.embed if config.tie_word_embeddings else self.head
-        logits = brought_together(jnp.matmul(head[...], x, preferred_element_type=jnp.float32))
-        return logits.T, pool
+    theta, scaling = hf_rope(fields)
+    vocab_size = fields.integer("vocab_size")
+    bos, eos = files.special_ids(vocab_size)
+    config = ModelConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=heads,
+        # transformers' default for Mistral is 8, whatever the number of heads: not to be guessed
+        num_kv_heads=fields.integer("num_key_value_heads", None if mistral else heads),
+        head_dim=fields.integer("head_dim", hidden // heads),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        tie_word_embeddings=files.tied(),
+        sliding_window=_hf_window(fields, mistral),
+        bos_token_id=bos,
+        eos_token_ids=eos,
+    )
+    fields.refuse_others(HF_HARMLESS)
+    return config
 
 
-def _places(batch: StepBatch, page_size: int) -> tuple[jax.Array, jax.Array]:
-    """Page and offset `[tokens]` where each token's key and value go."""
-    padding = batch.token_row == batch.num_rows
-    row = jnp.minimum(batch.token_row, batch.num_rows - 1)
-    page = batch.page_table[row, batch.positions // page_size]
-    return jnp.where(padding, SCRATCH_PAGE, page), batch.positions % page_size
+def _hf_window(fields: Fields, mistral: bool) -> int | None:
+    # transformers gives Mistral a window of 4096 where the file does not mention one, and Llama none at all
+    window = fields.get("sliding_window")
+    if mistral and "sliding_window" not in fields.values:
+        window = 4096
+    if window is not None and not mistral:
+        raise fields.wrong("sliding_window", window, "null for LlamaForCausalLM, which has no window")
+    if window is not None:
+        window = fields.integer("sliding_window", window)
+    kinds = fields.get("layer_types")
+    expected = "full_attention" if window is None else "sliding_attention"
+    if kinds is not None and (not isinstance(kinds, Sequence) or any(kind != expected for kind in kinds)):
+        raise fields.wrong("layer_types", kinds, f"{expected!r} in every layer, as sliding_window says")
+    return window
 
 
-@dataclass(frozen=True)
-class LlamaDecoder:
-    """The static half of a split Llama; `params` is the other half. Hashable, for `jax.jit`."""
-
-    config: ModelConfig
-    graph: nnx.GraphDef
-
-    def __call__(self, params: nnx.State, pool: KVPool, batch: StepBatch) -> tuple[jax.Array, KVPool]:
-        return nnx.merge(self.graph, params)(pool, batch)
-
-
-def split(model: Llama) -> tuple[LlamaDecoder, nnx.State]:
-    """A model as its static definition and its parameter pytree."""
-    graph, params = nnx.split(model)
-    return LlamaDecoder(model.config, graph), params
-
-
-def abstract_decoder(config: ModelConfig, dtype: Any, *, stacked: bool) -> tuple[LlamaDecoder, nnx.State]:
-    """The decoder with `jax.ShapeDtypeStruct`s for parameters: nothing is allocated."""
-    return split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, stacked=stacked, rngs=nnx.Rngs(0))))
-
-
-def load_decoder(
-    config: ModelConfig, named: Iterable[tuple[str, np.ndarray]], dtype: Any, *, stacked: bool = False
-) -> tuple[LlamaDecoder, nnx.State]:
-    """A decoder with the parameters of `named`: (name, array) for every name of `parameter_shapes`, in any order.
-
-    Args:
-        stacked: see `Llama`.
-
-    Raises:
-        ValueError: for a name that is unknown, missing or given twice, or an array of another shape.
-    """
-    decoder, abstract = abstract_decoder(config, dtype, stacked=stacked)
-    shapes = parameter_shapes(config)
-    stacks: dict[str, np.ndarray] = {}
-    leaves: dict[tuple, jax.Array] = {}
-    seen: set[str] = set()
-    for name, array in named:
-        if name not in shapes or name in seen:
-            raise ValueError(f"parameter {name!r} is {'given twice' if name in seen else 'unknown'}")
-        if array.shape != shapes[name]:
-            raise ValueError(f"parameter {name!r} has shape {array.shape}, but the model needs {shapes[name]}")
-        seen.add(name)
-        if not name.startswith("layers."):
-            leaves[(name,)] = jnp.asarray(array, dtype)
-            continue
-        _, index, kind = name.split(".")
-        if not stacked:
-            leaves[("layers", int(index), kind)] = jnp.asarray(array, dtype)
-            continue
-        stack = stacks.setdefault(kind, np.empty((config.num_layers, *array.shape), dtype))
-        stack[int(index)] = array
-    if missing := sorted(set(shapes) - seen):
-        raise ValueError(f"parameters are missing: {', '.join(missing[:5])} ({len(missing)} in all)")
-    leaves |= {("layers", kind): jnp.asarray(stack) for kind, stack in stacks.items()}
-    if stacked:
-        leaves["layers", "number"] = jnp.arange(config.num_layers, dtype=jnp.int32)
-    else:
-        leaves |= {("layers", layer, "number"): jnp.int32(layer) for layer in range(config.num_layers)}
-
-    def fill(path, _):
-        return leaves[tuple(getattr(k, "key", getattr(k, "idx", None)) for k in path if not _is_value_key(k))]
-
-    return decoder, jax.tree_util.tree_map_with_path(fill, abstract)
+def parse_gguf(file: GgufFile) -> ModelConfig:
+    """The model that the keys of a GGUF file describe."""
+    fields = file.fields
+    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    head_dim = fields.integer("attention.key_length", hidden // heads)
+    fields.only(
+        {
+            "attention.value_length": (head_dim,),
+            "rope.dimension_count": (head_dim,),
+            "expert_count": (0,),
+            "expert_used_count": (0,),
+            "attention.causal": (True,),
+            "use_parallel_residual": (True, False),  # not read for this architecture
+        }
+    )
+    vocab_size = fields.integer("vocab_size", file.num_tokens)
+    bos, eos = file.special_ids(vocab_size)
+    config = ModelConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("feed_forward_length"),
+        num_layers=fields.integer("block_count"),
+        num_heads=heads,
+        num_kv_heads=fields.integer("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.number("rope.freq_base", 10_000.0),
+        rope_scaling=gguf_scaling(fields),
+        rope_freq_factors=file.rope_factors,
+        max_position_embeddings=fields.integer("context_length"),
+        tie_word_embeddings=file.tied,
+        sliding_window=fields.integer("attention.sliding_window") if "attention.sliding_window" in fields.values else None,
+        bos_token_id=bos,
+        eos_token_ids=eos,
+    )
+    fields.refuse_others()
+    return config
 
 
-def _is_value_key(key: Any) -> bool:
-    """Whether a path entry is the one inside an nnx variable rather than a name of the model."""
-    return isinstance(key, jax.tree_util.GetAttrKey)
+LLAMA = Family(
+    name="llama",
+    hf_architectures={_LLAMA: "llama", _MISTRAL: "mistral"},
+    gguf_architectures=("llama",),  # llama.cpp writes it for Mistral as well
+    hf_names=HF_NAMES,
+    gguf_names=GGUF_NAMES,
+    gguf_interleaved=True,
+    parse_hf=parse_hf,
+    parse_gguf=parse_gguf,
+)

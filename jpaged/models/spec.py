@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+
+from jpaged.models.weights import num_parameters
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,43 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of the queries and keys of a layer.
+
+    Attributes:
+        theta: base of the frequencies.
+        scaling: how they are stretched.
+        factors: frequency i is divided by entry i, head_dim / 2 of them; in place of `scaling`.
+    """
+
+    theta: float
+    scaling: RopeScaling | None = None
+    factors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer of a decoder is, beyond the sizes that all layers share.
+
+    Attributes:
+        intermediate_size: units of the MLP.
+        rope: how queries and keys are rotated.
+        attention_scale: multiplies the products of queries and keys.
+        sliding_window: how many tokens a query sees, itself included; None: all up to itself.
+    """
+
+    intermediate_size: int
+    rope: Rope
+    attention_scale: float
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of one decoder-only model. Lengths are in tokens, sizes in elements."""
+    """Shapes and constants of one decoder-only model. Lengths are in tokens, sizes in elements.
+
+    All layers are alike; the configuration of a family in which they differ is a subclass that says so in `layers`.
+    """
 
     family: str
     vocab_size: int
@@ -91,9 +129,14 @@ class ModelConfig:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The specification of each layer, in order."""
+        rope = Rope(self.rope_theta, self.rope_scaling, self.rope_freq_factors)
+        spec = LayerSpec(self.intermediate_size, rope, 1 / math.sqrt(self.head_dim), self.sliding_window)
+        return (spec,) * self.num_layers
+
+    @cached_property
     def num_parameters(self) -> int:
-        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.hidden_size
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return tables + self.num_layers * layer + self.hidden_size
+        """Elements of all weights together."""
+        return num_parameters(self)

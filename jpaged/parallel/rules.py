@@ -32,13 +32,17 @@ BY_HEAD = PartitionSpec(None, TENSOR)
 EVERYWHERE = PartitionSpec()
 
 
+def weight_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    """How a weight whose axes are called `axes` is split over `mesh`."""
+    return NamedSharding(mesh, PartitionSpec(*(TENSOR if axis in SPLIT else None for axis in axes)))
+
+
 def parameter_shardings(mesh: Mesh, params: nnx.State) -> Any:
     """Shardings of `params`, a tree like theirs: from the axes that each weight was declared with."""
 
     def sharding(variable: nnx.Variable) -> Any:
-        axes = variable.get_metadata().get("axes", ())
-        spec = PartitionSpec(*(TENSOR if axis in SPLIT else None for axis in axes))
-        return jax.tree.map(lambda _: NamedSharding(mesh, spec), variable)
+        split = weight_sharding(mesh, variable.get_metadata().get("axes", ()))
+        return jax.tree.map(lambda _: split, variable)
 
     return jax.tree.map(sharding, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
