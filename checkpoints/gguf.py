@@ -15,8 +15,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
-from gguf.quants import dequantize
 
 from checkpoints.source import TensorInfo, unknown_tensor
 
@@ -129,7 +129,9 @@ class GGUFSource:
             return stored.view(_PLAIN[info.kind]).reshape(shape)
         # a block whose scale is inf or NaN is the file's matter; it must not become a warning here
         with np.errstate(over="ignore", invalid="ignore"):
-            return dequantize(stored.reshape(*shape[:-1], -1), GGMLQuantizationType[info.kind]).reshape(shape)
+            # All blocks together: `quants.dequantize` would take 16 rows at a time.
+            blocks = stored.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[info.kind]][1])
+            return getattr(quants, info.kind).dequantize_blocks(blocks).reshape(shape)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._infos:

@@ -37,8 +37,8 @@ class TensorInfo:
         return np.dtype(_DTYPES.get(self.kind, np.float32))
 
     def pieces(self) -> list[slice]:
-        """Slices of the first axis that cover the tensor, each of at most `PIECE_BYTES` or one row; a tensor of one axis
-        is one piece."""
+        """Slices of the first axis that cover the tensor, each of at most `PIECE_BYTES` or one row. A tensor of one
+        axis is one piece."""
         rows, *inner = self.shape or (1,)
         if not inner:
             return [slice(0, rows)]
@@ -75,7 +75,6 @@ class TensorSource(Protocol):
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """One tensor: float64, float32, float16 or bfloat16 (of ml_dtypes) as stored; float32 where it was quantised.
-        Safe in several threads.
 
         Args:
             rows: one of `pieces`; None: all.

@@ -170,7 +170,7 @@ def convert(
     """Read a checkpoint and write it as an Orbax directory that loads without conversion."""
     with _plain_errors():
         quiet_start()
-        from jpaged.models.load import convert as convert_checkpoint
+        from jpaged.models.convert import convert as convert_checkpoint
 
         typer.echo(f"wrote {convert_checkpoint(source, target, dtype)}")
 

@@ -18,7 +18,7 @@ from tqdm import TqdmWarning
 
 from jpaged.config import EngineConfig
 from jpaged.inputs import Inputs, Prompt
-from jpaged.models.llama import load_decoder
+from jpaged.models.decoder import load_decoder
 from jpaged.models.load import load_checkpoint, resolve
 from jpaged.models.spec import ModelConfig
 from jpaged.record.replay import replay

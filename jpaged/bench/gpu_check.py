@@ -29,7 +29,7 @@ from jpaged.baseline.static import StaticEngine
 from jpaged.bench.measure import EngineAdapter, first_difference
 from jpaged.bench.workload import synthetic_workload
 from jpaged.config import EngineConfig
-from jpaged.models.llama import abstract_decoder
+from jpaged.models.decoder import abstract_decoder
 from jpaged.models.spec import ModelConfig, RopeScaling
 from jpaged.request import Request, SamplingParams
 from jpaged.runtime.engine import Engine
@@ -183,7 +183,7 @@ def _torch(case: Case) -> float:
 
 def _random_model(model: ModelConfig, dtype: Any) -> tuple[Any, Any]:
     """A decoder and random weights of `model`, made on the device, small enough that nothing overflows."""
-    decoder, shapes = abstract_decoder(model, dtype, stacked=False)
+    decoder, shapes = abstract_decoder(model, dtype)
     leaves, tree = jax.tree.flatten(shapes)
 
     @partial(jax.jit, static_argnums=1)

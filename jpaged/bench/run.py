@@ -22,7 +22,7 @@ from jpaged.bench.measure import EngineAdapter, peak_rss_bytes
 from jpaged.bench.report import RunResult
 from jpaged.bench.workload import Workload
 from jpaged.config import EngineConfig
-from jpaged.models.llama import load_decoder
+from jpaged.models.decoder import load_decoder
 from jpaged.models.load import load_checkpoint, resolve
 from jpaged.models.spec import ModelConfig
 from jpaged.runtime.engine import Engine

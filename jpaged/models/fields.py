@@ -31,6 +31,7 @@ HF_HARMLESS = frozenset(
     )
 )  # fmt: skip
 
+
 class Fields:
     """Typed reading of a mapping; remembers what was read, so that the rest can be refused.
 

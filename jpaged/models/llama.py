@@ -126,6 +126,7 @@ def parse_gguf(file: GgufFile) -> ModelConfig:
     )
     vocab_size = fields.integer("vocab_size", file.num_tokens)
     bos, eos = file.special_ids(vocab_size)
+    window = fields.integer("attention.sliding_window") if "attention.sliding_window" in fields.values else None
     config = ModelConfig(
         family="llama",
         vocab_size=vocab_size,
@@ -141,7 +142,7 @@ def parse_gguf(file: GgufFile) -> ModelConfig:
         rope_freq_factors=file.rope_factors,
         max_position_embeddings=fields.integer("context_length"),
         tie_word_embeddings=file.tied,
-        sliding_window=fields.integer("attention.sliding_window") if "attention.sliding_window" in fields.values else None,
+        sliding_window=window,
         bos_token_id=bos,
         eos_token_ids=eos,
     )

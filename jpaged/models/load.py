@@ -2,7 +2,7 @@
 
 Names and shapes of the whole checkpoint are checked before the first weight is read. Then weights come one at a time,
 in the order of the file, each made piece by piece in its final dtype: the host holds one weight, beside what the caller
-keeps and the pieces being read.
+keeps and the piece that is being read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,6 @@ _GGUF_HEAD, _GGUF_ROPE_FACTORS = "output.weight", "rope_freqs.weight"
 _NESTED_PREFIXES = ("", "language_model.")
 # buffers that older versions saved; they follow from the configuration
 _HARMLESS = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")
-#: threads that read the pieces of a weight; numpy leaves Python's lock while it computes
-_THREADS = 2
 #: XLA on a CPU takes a numpy array as it is where it begins at a multiple of so many bytes
 _ALIGNMENT = 64
 
@@ -106,14 +103,13 @@ class Checkpoint:
     def _parameters(self, dtype: np.dtype | None) -> Iterator[tuple[str, np.ndarray]]:
         place = {name: number for number, name in enumerate(self._source.names())}
         first = {w.path: min(place[name] for name, _ in self._plan.parts(w)) for w in self._plan.weights.values()}
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as threads:
-            for weight in sorted(self._plan.weights.values(), key=lambda weight: first[weight.path]):
-                if weight.path == "embed" and self._spare_head is not None:
-                    self._compare_spare_head(self._plan.parts(weight)[0][0], self._spare_head)
-                # No name for the array here: the caller's is the only one.
-                yield weight.path, self._read(weight, dtype, threads)
+        for weight in sorted(self._plan.weights.values(), key=lambda weight: first[weight.path]):
+            if weight.path == "embed" and self._spare_head is not None:
+                self._compare_spare_head(self._plan.parts(weight)[0][0], self._spare_head)
+            # No name for the array here: the caller's is the only one.
+            yield weight.path, self._read(weight, dtype)
 
-    def _read(self, weight: Weight, dtype: np.dtype | None, threads: ThreadPoolExecutor) -> np.ndarray:
+    def _read(self, weight: Weight, dtype: np.dtype | None) -> np.ndarray:
         source, parts = self._source, self._plan.parts(weight)
         if dtype is None:
             dtype = np.result_type(*(source.names()[name].dtype for name, _ in parts))
@@ -121,16 +117,12 @@ class Checkpoint:
         flat = array.reshape(-1, *weight.shape[-1:]) if len(weight.shape) > 1 else array
         for name, part in parts:
             rows = weight.rows(part, interleaved=self._plan.interleaved)
-
-            def fill(piece: slice, name=name, rows=rows) -> None:
+            each = len(rows) // source.names()[name].shape[0]  # rows of the weight in one of the stored tensor
+            for piece in source.pieces(name):
                 values = _cast(source.read(name, piece), dtype, name)
-                each = len(rows) // source.names()[name].shape[0]  # rows of the weight in one of the stored tensor
                 place = rows[piece.start * each : piece.stop * each]
-                whole = place[-1] - place[0] + 1 == len(place) and bool((np.diff(place) == 1).all())
-                flat[slice(place[0], place[-1] + 1) if whole else place] = values.reshape(len(place), *flat.shape[1:])
-
-            for _ in threads.map(fill, source.pieces(name)):  # which raises what a piece has raised
-                pass
+                together = bool((np.diff(place) == 1).all())  # a slice is copied faster
+                flat[slice(place[0], place[-1] + 1) if together else place] = values.reshape(-1, *flat.shape[1:])
         return array
 
     def _compare_spare_head(self, embed: str, head: str) -> None:

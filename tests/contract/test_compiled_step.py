@@ -34,8 +34,8 @@ PAGES, ROWS = 8192, 8
 PROGRAMS = [(8, None), (64, 4)]
 
 
-def compile_tiny(*, stacked: bool, budget: int, steps: int | None, pages: int, dtype: str = "float32", trace=False):
-    decoder, params = tiny_decoder(TINY, stacked=stacked)
+def compile_tiny(*, budget: int, steps: int | None, pages: int, dtype: str = "float32", trace=False):
+    decoder, params = tiny_decoder(TINY)
     config = EngineConfig(
         page_size=16, num_pages=pages, max_num_seqs=ROWS, max_num_batched_tokens=budget, max_model_len=512, trace=trace
     )
@@ -52,42 +52,37 @@ def compile_tiny(*, stacked: bool, budget: int, steps: int | None, pages: int, d
 
 
 @pytest.mark.parametrize(("budget", "steps"), PROGRAMS)
-@pytest.mark.parametrize(
-    ("stacked", "dtype"),
-    [(False, "float32"), (True, "float32"), (True, "float16")],
-    ids=["unrolled", "stacked", "stacked-half"],
-)
-def test_on_a_cpu_the_pool_is_updated_in_place(stacked, dtype, budget, steps, record_property):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_on_a_cpu_the_pool_is_updated_in_place(dtype, budget, steps, record_property):
     """Catches: a pool that is copied (by a scatter after a gather, a scan that cannot alias, a layer sliced out, a
     kernel that XLA makes a copy for), a temporary that grows with the pool, a loop or a branch in the scheduler that
     would stop a GPU. In float32 attention is a kernel, in float16 operations of XLA."""
-    counts, pool_bytes = compile_tiny(stacked=stacked, budget=budget, steps=steps, pages=PAGES, dtype=dtype)
-    form = "stacked" if stacked else "unrolled"
-    record_property(f"cpu {form} {dtype} budget {budget} steps {steps}", json.dumps(counts))
+    counts, pool_bytes = compile_tiny(budget=budget, steps=steps, pages=PAGES, dtype=dtype)
+    record_property(f"cpu {dtype} budget {budget} steps {steps}", json.dumps(counts))
     assert counts["aliased_bytes"] >= pool_bytes
     assert counts["pool_copies"] == 0
     assert counts["temporary_bytes"] < 128 * 1024 + budget * 16 * 1024 < pool_bytes / 16
     assert counts["conditionals"] == 2  # the sampler's: random numbers, sorting the vocabulary
     # XLA's attention walks over pages, group after group, for rows of one query and for rows of several.
     groups = [] if dtype == "float32" else [4] if budget <= ROWS else [4, 3]
-    outside = ([] if steps is None else [steps]) + ([TINY.num_layers] if stacked else [])
-    walks = [[*outside, count] for count in groups] * (1 if stacked else TINY.num_layers)
+    outside = [] if steps is None else [steps]
+    walks = [[*outside, count] for count in groups] * TINY.num_layers
     assert sorted(counts["unknown_loops"]) == sorted(walks)
 
 
 def test_a_trace_costs_lists_and_nothing_else():
     """Catches: decisions that keep an older pool alive, or that are found by a loop or a branch."""
-    counts, pool_bytes = compile_tiny(stacked=False, budget=64, steps=4, pages=PAGES, trace=True)
+    counts, pool_bytes = compile_tiny(budget=64, steps=4, pages=PAGES, trace=True)
     assert counts["aliased_bytes"] >= pool_bytes
     assert counts["pool_copies"] == 0 and counts["conditionals"] == 2 and counts["unknown_loops"] == []
     assert counts["temporary_bytes"] < 128 * 1024 + 64 * 16 * 1024 < pool_bytes / 16
 
 
-@pytest.mark.parametrize(("stacked", "budget"), [(False, 8), (True, 16)], ids=["unrolled", "stacked"])
-def test_temporary_bytes_are_the_same_for_a_pool_of_twice_the_size(stacked, budget):
+@pytest.mark.parametrize("budget", [8, 16])
+def test_temporary_bytes_are_the_same_for_a_pool_of_twice_the_size(budget):
     """Catches: a temporary that is small here because the pool is, such as one layer of it."""
-    small, small_bytes = compile_tiny(stacked=stacked, budget=budget, steps=None, pages=PAGES // 2)
-    large, large_bytes = compile_tiny(stacked=stacked, budget=budget, steps=None, pages=PAGES)
+    small, small_bytes = compile_tiny(budget=budget, steps=None, pages=PAGES // 2)
+    large, large_bytes = compile_tiny(budget=budget, steps=None, pages=PAGES)
     # What grows with the number of pages is their reference counts, not what they hold.
     grown = abs(large["temporary_bytes"] - small["temporary_bytes"])
     assert grown <= 32 * PAGES < (large_bytes - small_bytes) / 100

@@ -31,7 +31,7 @@ from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_HALF_B
 from jpaged.bench.hlo import report
 from jpaged.bench.scheduling import Sizes
 from jpaged.config import EngineConfig
-from jpaged.models.llama import abstract_decoder
+from jpaged.models.decoder import abstract_decoder
 from jpaged.models.spec import ModelConfig
 from jpaged.parallel.rules import TENSOR, parameter_shardings, state_shardings
 from jpaged.step import demand, exchange, make_state, run, step
@@ -64,7 +64,7 @@ PROGRAMS = {
 
 def measure(program: Program) -> dict:
     model = program.model
-    decoder, params = abstract_decoder(model, jnp.bfloat16, stacked=False)
+    decoder, params = abstract_decoder(model, jnp.bfloat16)
     config = EngineConfig(
         page_size=16, num_pages=program.pages, max_num_seqs=ROWS, max_num_batched_tokens=program.budget,
         max_model_len=8192,

@@ -17,7 +17,7 @@ import pytest
 
 from jpaged import LLM, EngineConfig, SamplingParams
 from jpaged.baseline.static import StaticEngine
-from jpaged.models.llama import load_decoder
+from jpaged.models.decoder import load_decoder
 from jpaged.models.load import load_checkpoint, resolve
 from jpaged.request import Request
 from jpaged.runtime.engine import Engine
@@ -52,7 +52,7 @@ SHORT = [c for c in CASES if len(c["prompt_token_ids"]) < 100]
 @pytest.fixture(scope="module")
 def model():
     checkpoint = load_checkpoint(resolve("smollm2-135m"))
-    decoder, params = load_decoder(checkpoint.config, checkpoint.parameters("float32"), jnp.float32, stacked=True)
+    decoder, params = load_decoder(checkpoint.config, checkpoint.parameters("float32"), jnp.float32)
     return decoder, params, checkpoint.config
 
 

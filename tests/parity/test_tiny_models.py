@@ -18,7 +18,8 @@ from support.paged_rows import PagedRows
 from support.tiny import TINY, tiny_config, tiny_decoder, tiny_weights
 
 from jpaged.config import EngineConfig
-from jpaged.models import llama
+from jpaged.models import attention
+from jpaged.models.decoder import ModelDecoder, load_decoder
 from jpaged.models.spec import RopeScaling
 from jpaged.step import Finish
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, paged_attention
@@ -46,21 +47,18 @@ def text(length: int, seed: int = 1) -> list[int]:
 
 
 @cache
-def program(decoder: llama.LlamaDecoder):
+def program(decoder: ModelDecoder):
     """Without LLVM's optimizations: here only compiling takes time."""
     return jax.jit(decoder, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def paged(config, rows, *, stacked=False, budget=BUDGET, max_len=64, page_size=PAGE) -> PagedRows:
-    decoder, params = tiny_decoder(config, stacked=stacked)
+def paged(config, rows, *, budget=BUDGET, max_len=64, page_size=PAGE) -> PagedRows:
+    decoder, params = tiny_decoder(config)
     return PagedRows(decoder, params, rows, page_size=page_size, max_len=max_len, budget=budget, call=program(decoder))
 
 
-@pytest.mark.parametrize(
-    ("name", "stacked"),
-    [*((name, False) for name in CONFIGS), ("gqa", True), ("mqa-tied-window-llama3", True)],
-)
-def test_logits_equal_numpy_at_every_position(name, stacked):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_numpy_at_every_position(name):
     """Catches: a head, norm, scale, window or rotary frequency that is wrong, at shapes where no wrong formula is
     right by chance (hidden size is not heads x head_dim). Fed as a whole, in chunks, and one by one; positions pass
     two page borders and, for llama3, the original context."""
@@ -68,19 +66,9 @@ def test_logits_equal_numpy_at_every_position(name, stacked):
     expected = numpy_logits(config, tiny_weights(config), tokens)
     assert np.ptp(expected, axis=0).min() > 0.1, "the model says the same whatever it reads"
     for chunk in (40, 17, 1):
-        rows = paged(config, 2, stacked=stacked)
+        rows = paged(config, 2)
         got = [rows.feed([tokens[i : i + chunk], []])[0] for i in range(0, 40, chunk)]
         np.testing.assert_allclose(np.concatenate(got), expected, atol=1e-4)
-
-
-def test_stacked_and_unrolled_layers_are_one_model():
-    """Catches: layers in another order, or one used twice, when they are scanned."""
-    both = []
-    for stacked in (False, True):
-        rows = paged(TINY, 2, stacked=stacked)
-        both.append((rows.feed([text(40), []])[0], rows.stored(0)))
-    for one, other in zip(*both, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", [i.name for i in IMPLEMENTATIONS if not i.platforms or "cpu" in i.platforms])
@@ -88,7 +76,7 @@ def test_decoding_equals_prefill_in_a_batch_of_ragged_rows(implementation, monke
     """NU-05: a 40-token text decoded one at a time, beside rows of 1, 15, 16 and 17 tokens that decode too, has its
     prefill logits at every position, with every attention implementation. Catches: positions of decoding off by one,
     first right and then wrong."""
-    monkeypatch.setattr(llama, "paged_attention", partial(paged_attention, implementation=implementation))
+    monkeypatch.setattr(attention, "paged_attention", partial(paged_attention, implementation=implementation))
     decoder, params = tiny_decoder(TINY)
     call = jax.jit(lambda *a: decoder(*a), donate_argnums=1)  # a new one: the patch is traced into it
     texts = [text(1 + 39, 2), text(15 + 24, 3), text(40, 1), text(16 + 23, 4), text(17 + 22, 5)]
@@ -201,7 +189,7 @@ def test_a_model_that_turns_nan_fails_that_request_alone():
     request that gets its pages afterwards, are as if it had not been."""
     weights = tiny_weights(TINY)
     weights["embed"][7] = np.nan
-    decoder, params = llama.load_decoder(TINY, weights.items(), jnp.float32, stacked=False)
+    decoder, params = load_decoder(TINY, weights.items(), jnp.float32)
     config = EngineConfig(
         page_size=4, num_pages=31, max_num_seqs=4, max_queue=8, max_model_len=120, max_num_batched_tokens=17
     )
@@ -226,7 +214,7 @@ def test_a_residual_beyond_float16_is_an_error_and_not_a_run_of_zeros():
     tokens = text(20, 3)
 
     def finish(dtype):
-        decoder, params = llama.load_decoder(TINY, weights.items(), dtype, stacked=False)
+        decoder, params = load_decoder(TINY, weights.items(), dtype)
         config = EngineConfig(
             page_size=4, num_pages=31, max_num_seqs=2, max_queue=2, max_model_len=60, max_num_batched_tokens=17
         )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.models.llama import LlamaDecoder
+from jpaged.models.decoder import ModelDecoder
 from jpaged.pool import KVPool, StepBatch
 
 
@@ -23,7 +23,7 @@ class PagedRows:
     """
 
     def __init__(
-        self, decoder: LlamaDecoder, params: Any, rows: int, *, page_size: int, max_len: int, budget: int, call: Any
+        self, decoder: ModelDecoder, params: Any, rows: int, *, page_size: int, max_len: int, budget: int, call: Any
     ):
         config = decoder.config
         self.params, self.call, self.budget, self.page_size = params, call, budget, page_size

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.models.llama import LlamaDecoder, load_decoder, parameter_shapes
+from jpaged.models.decoder import ModelDecoder, load_decoder
 from jpaged.models.spec import ModelConfig
+from jpaged.models.weights import declared
 
 #: 2 layers, 4 query heads over 2 KV heads of 16, and one token a byte
 TINY = ModelConfig(
@@ -30,7 +31,7 @@ def tiny_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     keep the size of their input, so that a norm, a head or a layer left out changes the logits."""
     rng = np.random.default_rng(seed)
     weights = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in ((name, weight.shape) for name, weight in declared(config).items()):
         if name.endswith("norm"):
             weights[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
         elif name == "embed":
@@ -42,7 +43,7 @@ def tiny_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 @lru_cache(maxsize=32)
 def tiny_decoder(
-    config: ModelConfig = TINY, *, stacked: bool = False, seed: int = 0, dtype: Any = jnp.float32
-) -> tuple[LlamaDecoder, nnx.State]:
+    config: ModelConfig = TINY, *, seed: int = 0, dtype: Any = jnp.float32
+) -> tuple[ModelDecoder, nnx.State]:
     """The decoder of `tiny_weights` and its parameters."""
-    return load_decoder(config, tiny_weights(config, seed).items(), dtype, stacked=stacked)
+    return load_decoder(config, tiny_weights(config, seed).items(), dtype)

@@ -136,7 +136,8 @@ def test_gguf_carries_llama3_scaling_as_factors(tmp_path):
     published = {
         14: 0.003211446, 15: 0.001290548, 16: 0.0004295568, 17: 9.708288e-5, 18: 1.946164e-5, 31: 9.418307e-8,
     }  # fmt: skip
-    for found in (rope_frequencies(config), rope_frequencies(parse_hf_config(from_hf))):
+    for one in (config, parse_hf_config(from_hf)):
+        found = rope_frequencies(one.layers[0].rope, one.head_dim)
         for i, value in published.items():
             assert found[i] == pytest.approx(value, rel=1e-6)
         assert found[18] == pytest.approx(plain[18] / 32, rel=1e-6)
