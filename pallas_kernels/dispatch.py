@@ -1,7 +1,7 @@
 """Which implementation of an operation runs.
 
 An operation registers its implementations with the platforms they run on, and with what else they need. A caller
-names one, or says "auto": the first in the list that can run on the platform at hand. A named implementation that
+names one, or says "auto": the first in the list that can run on the platform. A named implementation that
 cannot run is an error. "auto" falls back to a later one, and says so once.
 """
 
@@ -36,8 +36,8 @@ class Implementation:
 
 
 def target_platform() -> str:
-    """What is being compiled for: "cpu", "gpu", ...: that of the mesh in use, where it describes a device (ahead of
-    time compilation for a card that is not here); else JAX's default backend."""
+    """What is being compiled for: "cpu", "gpu", ...: that of the mesh in use, where it describes a device (compilation
+    ahead of time); else JAX's default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else jax.default_backend()
 
@@ -56,7 +56,7 @@ def choose(
 
     Raises:
         ValueError: for an unknown name, one that does not run on the platform, or one that lacks something there; it
-            is said what.
+            the message says what.
     """
     platform = platform or target_platform()
     lacking = ""

@@ -3,6 +3,7 @@ the clock of a simulation. An estimate, never a measurement."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 
 from jpaged.models.spec import ModelConfig
 from jpaged.runtime import sizing
-from pallas_kernels.cards import CARDS, card_of
+from pallas_kernels.cards import CARDS, card_of_device
+
+_LOG = logging.getLogger("jpaged")
 
 
 @dataclass(frozen=True)
@@ -43,21 +46,71 @@ MACHINES = {
 }
 
 
+#: Bytes a second that a lane of PCIe carries, by generation: four fifths of what it is named for.
+_LANE_BYTES_PER_S = {1: 0.2e9, 2: 0.4e9, 3: 0.79e9, 4: 1.57e9, 5: 3.15e9, 6: 6.3e9}
+
+
 def machine_of(device: jax.Device) -> Machine:
-    """What is known of the machine of a JAX device.
+    """The machine of a JAX device: one of `MACHINES`, or for another NVIDIA GPU what the driver tells of its memory and
+    bus, with the rate of products that cards of its compute capability have.
 
     Raises:
-        ValueError: nothing is.
+        ValueError: the device is neither a CPU nor an NVIDIA GPU.
     """
     if device.platform == "cpu":
         return MACHINES["cpu"]
-    card = card_of(device.device_kind)
+    card = card_of_device(device)
     if card is None:
         raise ValueError(
-            f"what moving and computing cost on {device.device_kind!r} is not known here ({', '.join(MACHINES)} are): "
-            "give swap_page_cost"
+            f"what moving and computing cost is known of CPUs and of NVIDIA's GPUs, and {device.device_kind!r} is "
+            "neither: give swap_page_cost"
         )
-    return MACHINES[card.name]
+    if not card.estimated:
+        return MACHINES[card.name]
+    memory, bus = _driver_says(card.name)
+    machine = Machine(card.name, card.flops_per_s, memory or card.bytes_per_s, bus or 12.5e9, 2e-4)
+    estimated = [name for name, told in (("its memory's bandwidth", memory), ("its bus", bus)) if told is None]
+    _LOG.log(
+        logging.WARNING if estimated else logging.INFO,
+        "costs on %s: %.0f GB/s of memory, %.0f GB/s of bus, %.0f TFLOP/s; estimated from compute capability %s: %s",
+        card.name, machine.bytes_per_s / 1e9, machine.bus_bytes_per_s / 1e9, machine.flops_per_s / 1e12,
+        ".".join(map(str, card.capability)), ", ".join([*estimated, "its rate of products"]),
+    )  # fmt: skip
+    return machine
+
+
+def _driver_says(name: str) -> tuple[float | None, float | None]:
+    """Bytes a second of the memory of the card called `name`, and of its bus, one way, as NVIDIA's driver tells them;
+    None for what it does not tell. Cards of one name are alike, so the first of them is asked."""
+    try:
+        import pynvml
+    except ImportError:  # a machine with JAX alone, as `jpaged.bench.gpu_check` needs
+        return None, None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None, None
+
+    def ask(function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except pynvml.NVMLError:  # not supported by this card
+            return None
+
+    try:
+        cards = (ask(pynvml.nvmlDeviceGetHandleByIndex, i) for i in range(pynvml.nvmlDeviceGetCount()))
+        card = next((card for card in cards if card is not None and ask(pynvml.nvmlDeviceGetName, card) == name), None)
+        if card is None:
+            return None, None
+        bits = ask(pynvml.nvmlDeviceGetMemoryBusWidth, card)
+        megahertz = ask(pynvml.nvmlDeviceGetMaxClockInfo, card, pynvml.NVML_CLOCK_MEM)
+        generation = ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, card)
+        lanes = ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, card)
+    finally:
+        pynvml.nvmlShutdown()
+    memory = 2 * megahertz * 1e6 * bits / 8 if bits and megahertz else None  # two transfers a cycle
+    bus = lanes * _LANE_BYTES_PER_S.get(generation, 6.3e9) if generation and lanes else None
+    return memory, bus
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ time (`cp.async`): every thread looks up the page of the row that it copies, so 
 blocks of keys are on their way while one is used:
 
     shared memory    | block i: in use | block i+1: arriving | block i+2: arriving |     stages = 3
-                       ^ when all have read it, block i+3 is asked for into its place
+                       ^ when all have read it, block i+3 is copied into its place
 
 The products are `mma.sync`, of 16 rows a warp. Where a tile has 64 rows, as in prefill, each warp has 16 of them and
 all columns; where it has fewer, as in decoding, the warps share out the columns, and the weights go from one to the
@@ -36,7 +36,6 @@ from pallas_kernels.paged_attention.softmax import log_sum_exp, weigh
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.tuning import Tuning
 
-ARCHITECTURE = "sm_80"
 #: most rows of a tile: queries times the query heads that share a KV head
 TILE = 64
 _ROWS = (16, 32, TILE)
@@ -191,19 +190,20 @@ def shared_bytes(head_dim: int, block: int, stages: int) -> int:
 
 def blocks(head_dim: int) -> tuple[int, ...]:
     """Keys that a block can have: some, of those that the threads copy in whole steps."""
-    return (32, 64) if head_dim % 64 == 0 else (64,)
+    return (32, 64) if head_dim % 32 == 0 else (64,)
 
 
 def fitting(head_dim: int, card: Card) -> tuple[int, int]:
     """Keys of a block, and stages: so many that two blocks of threads share a core, and one computes while the other
-    waits; else what one can have. Wide heads leave fewer registers for scores."""
-    block = 64 if head_dim <= 128 else 32
+    waits, if need be with the smaller block; else what one can have. Wide heads leave fewer registers for scores."""
+    sizes = tuple(reversed(blocks(head_dim))) if head_dim <= 128 else (32,)
     together = (card.shared_bytes + _RESERVED) // 2 - _RESERVED
     for limit in (together, card.shared_bytes):
-        for stages in range(4, 1, -1):
-            if shared_bytes(head_dim, block, stages) <= limit:
-                return block, stages
-    raise ValueError(f"two stages of {block} keys of {head_dim} do not fit {card.shared_bytes} bytes of shared memory")
+        for block in sizes:
+            for stages in range(4, 1, -1):
+                if shared_bytes(head_dim, block, stages) <= limit:
+                    return block, stages
+    raise ValueError(f"two stages of {sizes} keys of {head_dim} do not fit {card.shared_bytes} bytes of shared memory")
 
 
 def _mosaic_gpu() -> Any:
@@ -256,7 +256,7 @@ class _Device:
         copy(*arguments)
 
     def close_group(self):
-        """What was asked for since the last call is one group."""
+        """Makes the copies that were started since the last call one group."""
         plgpu = _mosaic_gpu()
 
         @plgpu.inline_mgpu()

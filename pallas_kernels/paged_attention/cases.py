@@ -6,7 +6,7 @@ benchmark cases at the end have a serving batch's lengths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float | None = None
     padding: int = 0  # tokens at the end that belong to no row
+    core: bool = False  # one of the few that together take every path of the GPU kernels, see `_CORE`
 
     @property
     def num_tokens(self) -> int:
@@ -35,7 +36,7 @@ class Case:
 
     @property
     def max_pages(self) -> int:
-        """Columns of the page table: what the longest row needs, and one that nobody uses."""
+        """Columns of the page table: what the longest row needs, and one that no row uses."""
         return max(-(-tokens // self.page_size) for _, tokens in self.rows) + 1
 
     @property
@@ -124,7 +125,7 @@ def _mixed(page: int) -> tuple[tuple[int, int], ...]:
 
 
 #: of pages that are no multiple of 4 tokens: what a GPU's copies can take apart
-_WIDE = {1: {"head_dim": 64}, 3: {"head_dim": 64}}
+_WIDE: dict[int, dict[str, Any]] = {1: {"head_dim": 64}, 3: {"head_dim": 64}}
 
 _BLOCKS = (
     [Case(f"decode-page{p}", _decode(p), page_size=p, **_WIDE.get(p, {})) for p in (1, 4, 16, 64, 128, 256)]
@@ -143,6 +144,7 @@ _BLOCKS = (
     + [
         Case("soft_cap", _mixed(16), soft_cap=2.0),
         Case("soft_cap-window", _mixed(16), soft_cap=5.0, sliding_window=20),
+        Case("window-over-blocks", ((40, 90), (1, 290), (0, 0)), sliding_window=5),
         Case("one-query", ((1, 1),)),
         Case("one-prompt", ((40, 40),)),
         Case("long-decode", ((1, 700), (1, 3))),
@@ -154,7 +156,25 @@ _BLOCKS = (
     ]
 )  # fmt: skip
 
-CASES = {case.name: case for case in _BLOCKS}
+#: The cases that take every path of the GPU kernels, and why each is one of them. Every CI run interprets these, a
+#: whole run all of `CASES`. `tests/support/kernel_paths.py` lists the paths; `tests/kernels/test_core_cases.py` shows
+#: that none is left out.
+_CORE = {
+    "decode-page1": "columns in one piece; tiles of 16 rows on Ampere; copies of less than a swizzled tile",
+    "decode-page128": "pages larger than a block; stages that are used again on every card",
+    "long-decode": "a context cut into parts beside one that is not",
+    "mixed-page64": "two tiles side by side that both compute, and both meet the row's end; padding",
+    "mqa7": "seven query heads, which no tile is aligned to; one KV head; a row of several tiles",
+    "window100-page128": "a window that begins in a later block; a row of several tiles on every card",
+    "window-over-blocks": "queries that see nothing of the first block of their tile",
+    "soft_cap-window": "a soft cap",
+    "head_dim96": "columns that 64 does not divide, swizzled rows of 64 bytes",
+    "head_dim256": "two warpgroups that share a tile on Hopper; blocks of 32 keys on Ampere",
+    "head_dim80-page2": "pages that only the kernel for Ampere can copy, on every card",
+    "idle": "no part that sees a key; cores without a part",
+}
+
+CASES = {case.name: replace(case, core=case.name in _CORE) for case in _BLOCKS}
 
 #: A serving batch of Llama 3.1 8B: decoding, decoding with long contexts, and with a prefill chunk beside it.
 BENCHMARKS = {

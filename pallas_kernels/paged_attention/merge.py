@@ -15,7 +15,7 @@ def merge(out: jax.Array, lse: jax.Array, plan: Plan, group: int) -> tuple[jax.A
     Args:
         out: `[parts, kv_heads, used, head_dim]` float32, every part's own softmax; row `place * group + h` belongs to
             the tile's query `place` and the `h`th of the heads that share a KV head. Whatever was in memory where
-            nobody wrote.
+            was not written.
         lse: `[parts, kv_heads, used]` float32, its natural log-sum-exp.
         group: query heads that share a KV head.
 
@@ -53,8 +53,8 @@ def _extra_parts(out: jax.Array, lse: jax.Array, tile: jax.Array, tiles: int) ->
     """The extra parts `[extra, kv_heads, used, ...]` of each one's tile, added up: outputs, shares, the largest
     log-sum-exp that they are relative to, and whether one of them was not finite.
 
-    They are added by a product with ones and zeros, and a zero does not silence a NaN: what nobody wrote, or what a
-    request left that has turned NaN, is taken out before, and remembered.
+    They are added by a product with ones and zeros, and a zero does not silence a NaN: what was never written, and
+    what a request left that has turned NaN, is taken out before, and remembered.
     """
     written = (tile < tiles)[:, None, None]
     lse, out = jnp.where(written, lse, -jnp.inf), jnp.where(written[..., None], out, 0)

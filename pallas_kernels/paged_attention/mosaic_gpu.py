@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.cards import CARDS, Card, target_card, target_kind
+from pallas_kernels.cards import CARDS, Card, Kernel, target_card, target_kind
 from pallas_kernels.paged_attention import ampere
 from pallas_kernels.paged_attention.merge import merge
 from pallas_kernels.paged_attention.plan import SWIZZLED_ROWS, make_plan, num_rows
@@ -47,37 +47,46 @@ _TMA_BYTES = 128
 
 #: query heads that can share a KV head: they are rows of one tile
 _MOST_SHARED = min(cores.tile for cores in TENSOR_CORES.values())
-#: JAX that has what the kernel is written with, and with which it is tested, by architecture
-NEEDS_JAX = {"sm_80": (0, 12), "sm_90a": (0, 11), "sm_100a": (0, 12)}
+#: The JAX from which on a kernel is tested: older ones lack what it is written with.
+NEEDS_JAX: dict[Kernel, tuple[int, int]] = {"ampere": (0, 12), "hopper": (0, 11), "blackwell": (0, 12)}
 
 
 def missing(queries: jax.Array, k_pages: jax.Array, return_lse: bool = False) -> str | None:
     """Why the kernel cannot compute these operands here, as the end of a sentence; None if it can."""
     card = target_card()
     if card is None:
-        return f"it is written for {', '.join(CARDS).upper()}, and this is {target_kind()}"
+        return f"it is written for NVIDIA's GPUs of compute capability 8.0 and later, and this is {target_kind()}"
+    if card.kernel is None:
+        return f"it needs compute capability 8.0 or later, and {card.name} has {'.'.join(map(str, card.capability))}"
     page_size, head_dim = k_pages.shape[3:]
     used = card_for(card, page_size, head_dim)
-    needed = NEEDS_JAX[used.architecture]
+    needed = needed_jax(used)
     if jax.__version_info__ < needed:
         pages = "" if used is card else f" with pages of {page_size} tokens and head_dim {head_dim}"
         return f"on {card.name}{pages} it needs JAX {'.'.join(map(str, needed))}, and this is {jax.__version__}"
     return unsupported(queries, k_pages)
 
 
+def needed_jax(card: Card) -> tuple[int, int]:
+    """The JAX that a card's kernel needs."""
+    if card.kernel is None:
+        raise ValueError(f"{card.name} has compute capability {card.capability}, for which there is no kernel")
+    return NEEDS_JAX[card.kernel]
+
+
 def card_for(card: Card, page_size: int, head_dim: int) -> Card:
-    """As what the card is used: as itself; but where its TMA unit cannot copy pieces of such pages, as an Ampere card
-    of as many cores and as much memory, for that kernel copies rows, and every later card runs it."""
-    if card.architecture == ampere.ARCHITECTURE:
+    """The card with the kernel that it runs for such pages: its own; but where its TMA unit cannot copy pieces of such
+    pages the one for Ampere, which copies rows, and which every later card runs."""
+    if card.kernel not in TENSOR_CORES:
         return card
-    width, _ = TENSOR_CORES[card.architecture].columns(head_dim)
+    width, _ = TENSOR_CORES[card.kernel].columns(head_dim)
     if page_size * _swizzle(width, BLOCK, 2) % _TMA_BYTES == 0:
         return card
-    return replace(card, name=f"{card.name}-by-rows", architecture=ampere.ARCHITECTURE)
+    return replace(card, name=f"{card.name}-by-rows", kernel="ampere")
 
 
 def unsupported(queries: jax.Array, k_pages: jax.Array) -> str | None:
-    """What there is no kernel for in the shapes and dtypes of these operands, as the end of a sentence."""
+    """Why no kernel takes the shapes and dtypes of these operands, as the end of a sentence; None if one does."""
     heads, head_dim = queries.shape[1:]
     kv_heads = k_pages.shape[2]
     if queries.dtype != k_pages.dtype or k_pages.dtype not in (jnp.bfloat16, jnp.float16):
@@ -97,16 +106,17 @@ def paged_attention_mosaic_gpu(
     """See `paged_attention`. What it cannot compute says `missing`.
 
     Args:
-        card: what is compiled for; None: the card that is here, or that the mesh in use describes.
+        card: what is compiled for; None: `target_card`.
         tuning: tiles, blocks and stages; None: `tuning_for` the card and the shapes.
         interpret: as in `pallas_call`: `InterpretGPUParams` runs the kernel on a CPU, also in float32.
 
     Raises:
-        ValueError: for a tuning of several tiles where the kernel computes one at a time.
+        ValueError: for a card without a kernel; for a tuning of several tiles where the kernel computes one at a time.
     """
     card = card_for(card or target_card() or CARDS["h100"], *k_pages.shape[3:])
+    needed_jax(card)  # or an error: there is no kernel
     tuning = tuning or tuning_for(card, kind_of(queries.shape[0], kv_len.shape[0]), queries.shape[2])
-    if tuning.tiles > 1 and card.architecture == ampere.ARCHITECTURE:
+    if tuning.tiles > 1 and card.kernel == "ampere":
         raise ValueError(f"{tuning} has {tuning.tiles} tiles side by side; on {card.name} there can be one")
     return _paged_attention(
         queries, k_pages, v_pages, jnp.asarray(layer, jnp.int32), page_table, query_start, kv_len, scale=scale,
@@ -143,7 +153,7 @@ def _paged_attention(
     aligned = jnp.pad(aligned, ((0, 0), (0, used), (0, 0)))  # the last tile may not be full
 
     work = jnp.stack([plan.row, plan.start * group, plan.position, plan.length, plan.begin, plan.end], axis=1)
-    attend = ampere.attend if card.architecture == ampere.ARCHITECTURE else _attend
+    attend = ampere.attend if card.kernel == "ampere" else _attend
     part_out, part_lse = attend(
         aligned, k_pages, v_pages, layer[None], page_table, work, tile_tokens=tile_tokens, group=group, tuning=tuning,
         card=card, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret,
@@ -189,7 +199,7 @@ def _attend(
     block, stages = tuning.block, tuning.stages
     items = parts * kv_heads
     cores = min(card.cores, items)
-    tensor_cores = TENSOR_CORES[card.architecture]
+    tensor_cores = TENSOR_CORES[card.kernel]
     tile, sharing = tensor_cores.tile, tensor_cores.sharing(head_dim)
     computing = tuning.tiles * sharing  # warpgroups
     width, out_width = tensor_cores.columns(head_dim)
@@ -378,7 +388,7 @@ def _attend(
                     return table[row, jnp.minimum(page, last_page)], key - page * page_size
 
                 if not narrow:
-                    # All numbers are asked for before the first is waited for.
+                    # All numbers are loaded before the first is used.
                     places = [place(c) for c in range(block // piece)]
                 for ref, smem, ready, free in ((k_ref, k_tiles, k_ready, k_free), (v_ref, v_tiles, v_ready, v_free)):
                     pl.when(before + i >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
@@ -415,7 +425,7 @@ def _attend(
             if computing > 1:
                 plgpu.set_max_registers(72, action="decrease")
             loaded, blocks = for_each_part(partial(fetch, layer_ref[0]))
-            # Nobody waits for the last to be used; a barrier is left with every arrival seen.
+            # No later load waits until the last stages are free; a barrier must be left with every arrival seen.
             for count, slots, barriers in ((loaded, tuning.query_slots, (q_free,)), (blocks, stages, (k_free, v_free))):
 
                 def drain(i, _, slots=slots, barriers=barriers):

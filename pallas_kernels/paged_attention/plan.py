@@ -156,7 +156,8 @@ def make_plan(
 
 
 def _owner(ends: jax.Array, index: jax.Array) -> jax.Array:
-    """For things counted through, `ends` their running totals by owner: whose each is. In range even past the end."""
+    """The owner of each thing of `index`, where `ends` are the running totals of things by owner. In range even past
+    the last thing."""
     found = jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)  # no loop, unlike a binary search
     return jnp.minimum(found, ends.shape[0] - 1)
 

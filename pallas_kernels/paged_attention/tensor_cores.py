@@ -174,5 +174,5 @@ class Tcgen05:
         return array
 
 
-#: by the architecture of a card
-TENSOR_CORES: dict[str, TensorCores] = {"sm_90a": Wgmma(), "sm_100a": Tcgen05()}
+#: by the kernel of a card
+TENSOR_CORES: dict[str | None, TensorCores] = {"hopper": Wgmma(), "blackwell": Tcgen05()}

@@ -1,4 +1,4 @@
-"""How long a case of `paged_attention` takes on the device that is here."""
+"""How long a case of `paged_attention` takes on this machine's device."""
 
 from __future__ import annotations
 

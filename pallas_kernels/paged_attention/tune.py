@@ -1,4 +1,4 @@
-"""Finds the fastest tunings of the GPU kernel on the card that is here, and keeps them in `tunings.json`.
+"""Finds the fastest tunings of the GPU kernel on this machine's card, and keeps them in `tunings.json`.
 
     python -m pallas_kernels.paged_attention.tune --head-dim 64 128 --write
 
@@ -108,8 +108,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"keep what is found in {TIMED}")
     options = parser.parse_args()
     card = target_card()
-    if card is None or jax.__version_info__ < NEEDS_JAX[card.architecture]:
-        raise SystemExit(f"a tuning is found by timing it on {', '.join(sorted(NEEDS_JAX))}; here is {target_kind()}")
+    if card is None or card.kernel is None or jax.__version_info__ < NEEDS_JAX[card.kernel]:
+        raise SystemExit(
+            "a tuning is found by timing it on an NVIDIA GPU of compute capability 8.0 or later (9.0 with JAX older "
+            f"than 0.12); here is {target_kind()} with JAX {jax.__version__}"
+        )
     found = []
     for kind in options.kind:
         for head_dim in options.head_dim:

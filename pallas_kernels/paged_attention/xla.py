@@ -13,6 +13,10 @@ a time, which have about as far to go:
 Memory is bounded by the group: it grows neither with the pool nor with the context. Each tile sees its chunks in
 order, at fixed boundaries, so its result does not depend on the tiles beside it.
 
+On a GPU each iteration of a loop of unknown length waits for the host. There all tiles are one group, chunks are
+larger, and the loop is as long as the longest row that the page table can hold, a known length: the time that it
+takes follows the width of the page table, whatever the rows hold.
+
 Rows with one query (decoding) and rows with more (prefill chunks) are walked apart: a tile of 16 queries is a waste
 for one, and a tile of one reads the keys again for every query.
 """
@@ -20,18 +24,22 @@ for one, and a tile of one reads the keys again for every query.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import target_platform
 
-#: Keys walked at a time, and on a CPU tiles in a group (of one query, of several): what an iteration reads stays in a
-#: core's cache, and its operations are too small to be split over cores, which costs more than it saves. Measured on
-#: 2 cores; see ARCHITECTURE.md. Elsewhere all tiles are one group: a GPU asks the host before each iteration.
+#: Where no loop needs the host, as on a CPU: keys walked at a time, and tiles in a group (of one query, of several).
+#: What an iteration reads stays in a core's cache, and its operations are too small to be split over cores, which costs
+#: more than it saves. Measured on 2 cores; see docs/measurements.md.
 CHUNK = 64
 GROUP_OF_ONE = 2
 GROUP_OF_SEVERAL = 4
+#: On a GPU: the most bytes of keys that an iteration loads for one tile of each row. Fewer iterations start fewer
+#: kernels, of which an iteration has about ten.
+WALK_BYTES = 64 << 20
 #: Queries in a tile where rows may bring many tokens (a prefill chunk).
 TILE = 16
 
@@ -39,17 +47,24 @@ _MASKED = -1e30  # finite, so that a fully masked chunk does not make the runnin
 
 
 # Traced once for all layers of a model: the layer is an operand.
-@partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "return_lse"))
+@partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "return_lse", "bounded"))
 def paged_attention_xla(
     queries, k_pages, v_pages, layer, page_table, query_start, kv_len,
-    *, scale, sliding_window=None, soft_cap=None, return_lse=False,
+    *, scale, sliding_window=None, soft_cap=None, return_lse=False, bounded: bool | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
-    """See `paged_attention`. Temporary memory grows with tokens, heads and rows, not with pages or lengths."""
+    """See `paged_attention`. Temporary memory grows with tokens, heads and rows, not with pages or lengths.
+
+    Args:
+        bounded: walk in a loop of known length, as long as the page table is wide; None: on a GPU.
+    """
+    if bounded is None:
+        bounded = target_platform() == "gpu"
     tokens, rows = queries.shape[0], kv_len.shape[0]
     count = query_start[1:] - query_start[:-1]
     attend = partial(
-        _attend, queries, k_pages, v_pages, layer, page_table, query_start, kv_len, scale, sliding_window, soft_cap
-    )
+        _attend, queries, k_pages, v_pages, layer, page_table, query_start, kv_len, scale, sliding_window, soft_cap,
+        bounded,
+    )  # fmt: skip
     result = jnp.zeros_like(queries), jnp.full(queries.shape[:2], -jnp.inf, jnp.float32)
     if tokens <= rows:
         result = attend(count, 1, tokens, result)
@@ -63,8 +78,8 @@ def paged_attention_xla(
 
 
 def _attend(
-    queries, k_pages, v_pages, layer, page_table, query_start, kv_len, scale, sliding_window, soft_cap, count, tile,
-    num_tiles, result,
+    queries, k_pages, v_pages, layer, page_table, query_start, kv_len, scale, sliding_window, soft_cap, bounded,
+    count, tile, num_tiles, result,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`result`, outputs `[tokens, heads, head_dim]` and log-sum-exps `[tokens, heads]`, with the attention of the first
     `count[r]` queries of each row, all of a row's or none; the rest of it is left."""
@@ -72,19 +87,24 @@ def _attend(
     rows, max_pages = page_table.shape
     kv_heads, page_size = k_pages.shape[2:4]
     shared_heads = heads // kv_heads
-    group = num_tiles
-    if target_platform() == "cpu":
-        group = min(GROUP_OF_ONE if tile == 1 else GROUP_OF_SEVERAL, num_tiles)
+    group, keys = min(GROUP_OF_ONE if tile == 1 else GROUP_OF_SEVERAL, num_tiles), CHUNK
+    if bounded:
+        group = num_tiles
+        # The same for every number of tokens: boundaries of chunks decide how sums are rounded.
+        keys = max(CHUNK, WALK_BYTES // (rows * kv_heads * head_dim * k_pages.dtype.itemsize))
     num_groups = -(-num_tiles // group)
 
     # A chunk is some whole pages, or a whole part of one page.
-    if page_size <= CHUNK:
-        pages_per_chunk, part = max(1, min(CHUNK // page_size, max_pages)), page_size
+    if page_size <= keys:
+        pages_per_chunk, part = max(1, min(keys // page_size, max_pages)), page_size
     else:
-        pages_per_chunk, part = 1, next(d for d in range(CHUNK, 0, -1) if page_size % d == 0)
+        pages_per_chunk, part = 1, next(d for d in range(keys, 0, -1) if page_size % d == 0)
     parts_per_page = page_size // part
     chunk = pages_per_chunk * part
     page_table = jnp.pad(page_table, ((0, 0), (0, -max_pages % pages_per_chunk)))
+    most_chunks = page_table.shape[1] * page_size // chunk
+    if sliding_window is not None:  # what the queries of a tile see, wherever it begins in a chunk
+        most_chunks = min(most_chunks, (sliding_window + tile - 3) // chunk + 2)
 
     # Cut rows into tiles. Tile i belongs to the row whose tiles end after i; comparing with all is one pass.
     tiles = -(-count // tile)
@@ -100,11 +120,12 @@ def _attend(
         begin = jnp.maximum(first_position - sliding_window + 1, 0) // chunk
     num_chunks = jnp.where(length > 0, (first_position + length + chunk - 1) // chunk - begin, 0)
 
-    # Neighbours walk together, so let them be of one length.
-    order = jnp.argsort(-num_chunks, stable=True)
+    of_tile: tuple[Any, ...] = row, first_query, first_position, begin, length, num_chunks
+    if not bounded:  # neighbours walk together, so let them be of one length, the longest first
+        order = jnp.argsort(-num_chunks, stable=True)
+        of_tile = tuple(array[order] for array in of_tile)
     row, first_query, first_position, begin, length, num_chunks = (
-        array[order].reshape(num_groups, group)
-        for array in (row, first_query, first_position, begin, length, num_chunks)
+        array.reshape(num_groups, group) for array in of_tile
     )
 
     def load(pages, where, offset):  # -> [group, pages_per_chunk, kv_heads, part, head_dim]
@@ -167,7 +188,10 @@ def _attend(
             jnp.zeros(q.shape[:-1], jnp.float32),
             jnp.zeros(q.shape, jnp.float32),
         )
-        _, top, norm, out = jax.lax.while_loop(lambda carry: carry[0] < chunks[0], walk, start)
+        if bounded:
+            _, top, norm, out = jax.lax.fori_loop(0, most_chunks, lambda _, carry: walk(carry), start)
+        else:
+            _, top, norm, out = jax.lax.while_loop(lambda carry: carry[0] < chunks[0], walk, start)
         out = (out / jnp.where(norm > 0, norm, 1)[..., None]).astype(queries.dtype)
         token = jnp.where(in_tile < (end - position)[:, None], token, tokens)
 

@@ -2,6 +2,7 @@
 
     python tests/gpu/aot_step.py             all models
     python tests/gpu/aot_step.py llama-8b    one
+    python tests/gpu/aot_step.py llama-8b-2  the same with two layers, which copy and loop as all of them do
     python tests/gpu/aot_step.py scheduling  the step of `jpaged.bench.scheduling`, without a model
     python tests/gpu/aot_step.py --write     all, recorded for this JAX in tests/gpu/step.json
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -51,15 +52,23 @@ class Program:
     cards: int = 1
 
 
+def _of_two_layers(programs: list[Program]) -> list[Program]:
+    return [replace(program, model=replace(program.model, num_layers=2)) for program in programs]
+
+
 # The pool of an 80 GB card at 0.9 with Llama 3.1 8B has 426,784 tokens.
-PROGRAMS = {
+_MODELS = {
     "llama-8b": [
         Program(LLAMA_8B, 26_674, 256), Program(LLAMA_8B, 26_674 // 2, 256), Program(LLAMA_8B, 26_674, 64, steps=8)
     ],
     "qwen-0.5b": [Program(QWEN_HALF_B, 100_000, 256), Program(QWEN_HALF_B, 100_000, 64, steps=8)],
     "llama-70b": [Program(LLAMA_70B, 100_000, 64, steps=8, cards=8)],
-    "scheduling": [Sizes(16, 64, 1000), Sizes(256, 4096, 30_000)],
 }  # fmt: skip
+PROGRAMS: dict[str, list] = {
+    **_MODELS,
+    **{f"{name}-2": _of_two_layers(programs) for name, programs in _MODELS.items()},
+    "scheduling": [Sizes(16, 64, 1000), Sizes(256, 4096, 30_000)],
+}
 
 
 def measure(program: Program) -> dict:

@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
-# Tests the GPU kernels on a machine without a GPU: run by Pallas's interpreter, compiled for cards that are described,
-# and inside the engine's step. In fresh environments of their own, for the JAX that the project's tests run on may be
-# too old for them.
+# Tests the GPU kernels on a machine without a GPU: interpreted, compiled for described cards, and inside the engine's
+# step. In fresh environments of their own, for the JAX of the project's other tests is too old for the kernels.
 #
-#   tests/gpu/check.sh                 Python 3.13 with JAX 0.12; and without the engine's step, 3.12 with 0.11.2
-#   tests/gpu/check.sh 3.12 0.11.2     one of them, all of it: before anything goes to a GPU that has this
+#   tests/gpu/check.sh                what CI runs: the core of the list with JAX 0.12, and a class compiled with 0.11.2;
+#                                     the whole list where the kernels are not those of the last whole run (digest.py)
+#   tests/gpu/check.sh whole          the whole list
+#   tests/gpu/check.sh record         the same, and records its tables and digest: commit them with the change
+#   tests/gpu/check.sh 3.12 0.11.2    the whole list with one JAX: before anything goes to a GPU that has it
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+
+place=$(mktemp -d)
+trap 'rm -rf "$place"' EXIT
 
 interpreter() { # of a version like 3.12: on the path, or one of pyenv's
     if "python$1" -c "" 2>/dev/null; then
@@ -16,22 +21,53 @@ interpreter() { # of a version like 3.12: on the path, or one of pyenv's
     fi
 }
 
-check() { # Python, JAX, tests
-    local venv
-    venv=$(mktemp -d)/venv
-    "$(interpreter "$1")" -m venv "$venv"
-    "$venv/bin/pip" install --quiet -e ".[test]" "jax==$2" "jaxlib==$2"
-    "$venv/bin/pip" install --quiet --no-deps "jax-cuda12-plugin==$2" "jax-cuda12-pjrt==$2" \
+environment() { # Python, JAX, what else to install: an environment in $place/JAX
+    "$(interpreter "$1")" -m venv "$place/$2"
+    "$place/$2/bin/pip" install --quiet "jax==$2" "jaxlib==$2" "${@:3}"
+    "$place/$2/bin/pip" install --quiet --no-deps "jax-cuda12-plugin==$2" "jax-cuda12-pjrt==$2" \
         nvidia-cuda-nvcc-cu12 nvidia-cuda-runtime-cu12
-    "$venv/bin/python" -m pytest --dist load "${@:3}" -k "mosaic or ampere or h200"
 }
 
-kernels=(tests/kernels/test_mosaic_gpu.py tests/kernels/test_mosaic_gpu_compiled.py tests/kernels/test_ampere.py)
-step=tests/contract/test_compiled_step.py
+engine=(-e . pytest pytest-xdist hypothesis)
 
-if [ $# -eq 2 ]; then
-    check "$1" "$2" "${kernels[@]}" "$step"
-else
-    check 3.13 0.12.0.1 "${kernels[@]}" "$step"
-    check 3.12 0.11.2 "${kernels[@]}"
+tests() { # JAX, pytest's options
+    "$place/$1/bin/python" -m pytest --dist load "${@:2}" -k "mosaic or ampere or h200" \
+        tests/contract/test_compiled_step.py tests/kernels/test_mosaic_gpu.py \
+        tests/kernels/test_mosaic_gpu_compiled.py tests/kernels/test_ampere.py
+}
+
+record() { # JAX
+    "$place/$1/bin/python" tests/gpu/aot_kernels.py --write
+    "$place/$1/bin/python" tests/gpu/aot_step.py --write
+}
+
+mode=${1:-core}
+if [ "$mode" = core ] && ! python3 tests/gpu/digest.py; then
+    mode=whole
 fi
+case $mode in
+core)
+    environment 3.12 0.11.2 numpy &
+    environment 3.13 0.12.0.1 "${engine[@]}"
+    wait $!
+    tests 0.12.0.1 -m "not whole"
+    "$place/0.11.2/bin/python" tests/gpu/aot_kernels.py --core --check
+    ;;
+whole | record)
+    environment 3.13 0.12.0.1 "${engine[@]}"
+    environment 3.12 0.11.2 "${engine[@]}"
+    if [ "$mode" = record ]; then
+        record 0.12.0.1
+        record 0.11.2
+    fi
+    tests 0.12.0.1 -m "whole or not whole"
+    "$place/0.11.2/bin/python" tests/gpu/aot_kernels.py --check
+    if [ "$mode" = record ]; then
+        python3 tests/gpu/digest.py --write
+    fi
+    ;;
+*)
+    environment "$1" "$2" "${engine[@]}"
+    tests "$2" -m "whole or not whole"
+    ;;
+esac

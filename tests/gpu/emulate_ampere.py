@@ -1,6 +1,7 @@
 """Runs the Ampere kernel as it is compiled, in numpy: the same PTX that an A100 would be given.
 
     python tests/gpu/emulate_ampere.py            every class of shapes, in small
+    python tests/gpu/emulate_ampere.py --core     the few that together have every layout of tiles
     python tests/gpu/emulate_ampere.py CASE ...   those of `cases.py`
 
 Needs JAX 0.12 and XLA's CUDA plugin. `tests/kernels/test_ampere.py` runs some, and compares.
@@ -26,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from support.attention import in_numpy
-from support.gpu_aot import compile_for, mesh
+from support.gpu_aot import card, compile_for, mesh
 from support.ptx import programs
 
-from pallas_kernels.cards import CARDS
+from pallas_kernels.cards import CARDS, Card
 from pallas_kernels.paged_attention import ampere
 from pallas_kernels.paged_attention.cases import CASES, Case, operands
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
@@ -38,13 +39,21 @@ from pallas_kernels.paged_attention.plan import num_rows
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
 #: So few cores that contexts are cut, and of two blocks of keys and more.
 CARD = replace(CARDS["a100"], cores=3)
+#: A card with less shared memory, where blocks are smaller. The kernel is compiled for an A100 all the same.
+SMALL_CARD = replace(card("l4"), cores=3)
+#: Tiles of 16, 32 and 64 rows; blocks of 32 and 64 keys; rows of 32, 64 and 128 swizzled bytes; one piece of columns
+#: and several; a window and a soft cap.
+CORE = (
+    "decode-head_dim64", "decode-head_dim80", "decode-ratio24", "mixed-head_dim96", "mixed-head_dim256", "mixed-page7",
+    "window-cap", "small-mixed-head_dim128",
+)  # fmt: skip
 # The longest row last: what is read past its end of the page table is outside of it.
 _MIXED = ((3, 3), (1, 65), (0, 0), (40, 170), (1, 260))
 _DECODE = ((1, 1), (1, 64), (0, 0), (1, 330))
 
 
-def classes() -> dict[str, tuple[Case, str]]:
-    """One case of each class of shapes, with its dtype, and pages of sizes that divide nothing."""
+def classes() -> dict[str, tuple[Case, str, Card]]:
+    """One case of each class of shapes, with its dtype and card, and pages of sizes that divide nothing."""
     sizes = (64, 80, 96, 112, 128, 192, 256)
     found = {f"mixed-head_dim{size}": Case("", _MIXED, head_dim=size) for size in sizes}
     found |= {f"decode-head_dim{size}": Case("", _DECODE, head_dim=size) for size in sizes}
@@ -52,8 +61,11 @@ def classes() -> dict[str, tuple[Case, str]]:
     found |= {f"mixed-ratio{ratio}": Case("", _MIXED, head_dim=64, heads=2 * ratio) for ratio in (1, 7, 16)}
     found |= {f"decode-ratio{ratio}": Case("", _DECODE, head_dim=64, heads=2 * ratio) for ratio in (1, 7, 16, 24)}
     found["window-cap"] = Case("", _MIXED, head_dim=64, sliding_window=37, soft_cap=3.0)
-    as_bfloat16 = {name: (case, "bfloat16") for name, case in found.items()}
-    return as_bfloat16 | {"float16": (Case("", _MIXED, head_dim=64), "float16")}
+    as_bfloat16 = {name: (case, "bfloat16", CARD) for name, case in found.items()}
+    for size in (64, 96, 128, 192, 256):
+        as_bfloat16[f"small-mixed-head_dim{size}"] = Case("", _MIXED, head_dim=size), "bfloat16", SMALL_CARD
+        as_bfloat16[f"small-decode-head_dim{size}"] = Case("", _DECODE, head_dim=size), "bfloat16", SMALL_CARD
+    return as_bfloat16 | {"float16": (Case("", _MIXED, head_dim=64), "float16", CARD)}
 
 
 def emulated(attend):
@@ -86,11 +98,11 @@ def emulated(attend):
     return run
 
 
-def errors(case: Case, dtype: str) -> dict[str, float]:
+def errors(case: Case, dtype: str, card: Card) -> dict[str, float]:
     """Against float64: of the outputs, relative to their norm, and the largest of a log-sum-exp."""
     arguments = operands(case, dtype=jnp.dtype(dtype))
     with mock.patch.object(ampere, "attend", emulated(ampere.attend)):
-        out, lse = paged_attention_mosaic_gpu(*arguments, card=CARD, return_lse=True, **case.options)
+        out, lse = paged_attention_mosaic_gpu(*arguments, card=card, return_lse=True, **case.options)
     out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
     expected, expected_lse = in_numpy(case, *arguments, return_lse=True)
     padding = expected_lse == -np.inf
@@ -103,11 +115,13 @@ def errors(case: Case, dtype: str) -> dict[str, float]:
 
 
 def main() -> None:
-    names = [name for name in sys.argv[1:] if name != "--json"]
-    chosen = {name: (CASES[name], "bfloat16") for name in names} or classes()
+    names = [name for name in sys.argv[1:] if not name.startswith("--")]
+    chosen = {name: (CASES[name], "bfloat16", CARD) for name in names} or classes()
+    if "--core" in sys.argv:
+        chosen = {name: chosen[name] for name in CORE}
     found = {}
-    for name, (case, dtype) in chosen.items():
-        found[name] = errors(case, dtype)
+    for name, what in chosen.items():
+        found[name] = errors(*what)
         if "--json" not in sys.argv:
             print(f"{name:<24}" + "".join(f"{value:>12.2e} {what}" for what, value in found[name].items()), flush=True)
     print(json.dumps(found))

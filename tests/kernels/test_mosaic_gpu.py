@@ -2,7 +2,10 @@
 
 In float32, so that a key left out or counted twice cannot pass for rounding; with the interpreter's race detection;
 and with NaN and infinities wherever no live token lies. Needs JAX 0.11 for Hopper and 0.12 for Ampere and Blackwell;
-`.ci/run` has environments with them. What is interpreted of the Ampere kernel says `test_ampere.py`.
+`tests/gpu/check.sh` makes environments with them. `test_ampere.py` says what is interpreted of the Ampere kernel.
+
+What is marked `whole` is run when the kernels have changed since the last whole run, see `tests/gpu/check.sh`; the rest
+by every CI run.
 """
 
 from __future__ import annotations
@@ -18,27 +21,34 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 from support.attention import in_numpy
+from support.gpu_aot import card as described
+from support.kernel_paths import few_cores
 
 from pallas_kernels.cards import CARDS, card_of
 from pallas_kernels.paged_attention import mosaic_gpu
 from pallas_kernels.paged_attention.cases import CASES, Case, operands
 from pallas_kernels.paged_attention.mosaic_gpu import (
-    NEEDS_JAX,
     card_for,
+    needed_jax,
     paged_attention_mosaic_gpu,
     unsupported,
 )
 from pallas_kernels.paged_attention.tuning import Tuning
 
 
+def whole(*values):
+    """Parameters of a test that only a whole run takes."""
+    return pytest.param(*values, marks=pytest.mark.whole)
+
+
 def on_cards(*names: str):
-    """Runs the test for cards of so many cores that each of them goes through several parts, as on a real one."""
+    """Runs the test for cards of so few cores that each of them goes through several parts, as on a real one."""
 
     def of(name: str):
-        needed = NEEDS_JAX[CARDS[name].architecture]
+        needed = needed_jax(CARDS[name])
         reason = f"needs JAX {needed[0]}.{needed[1]}, this is {jax.__version__}; .ci/run has environments with it"
         old = pytest.mark.skipif(jax.__version_info__ < needed, reason=reason)
-        return pytest.param(replace(CARDS[name], cores=3), id=name, marks=old)
+        return pytest.param(few_cores(name), id=name, marks=old)
 
     return pytest.mark.parametrize("card", [of(name) for name in names])
 
@@ -69,12 +79,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ign
 
 
 @on_cards("a100", "h100", "b200")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if case.core else whole(name) for name, case in CASES.items()])
 def test_every_case(name, card):
     """Catches: a page, a stage or a part that is not waited for, or is overwritten; a block, a column or a head off by
     one; the poison of a masked key; padding that is not zero."""
     case = CASES[name]
-    needed = NEEDS_JAX[card_for(card, case.page_size, case.head_dim).architecture]
+    needed = needed_jax(card_for(card, case.page_size, case.head_dim))
     if jax.__version_info__ < needed:
         pytest.skip(f"copies rows as on Ampere, which needs JAX {needed}; .ci/run has an environment with it")
     arguments = operands(case)
@@ -86,8 +96,10 @@ def test_every_case(name, card):
 
 
 @on_cards("a100", "h100", "b200")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["decode-page16", "mixed-page64", "head_dim256", "soft_cap-window", "long-chunk"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, whole(jnp.float16)])
+@pytest.mark.parametrize(
+    "name", ["mixed-page64", *map(whole, ("decode-page16", "head_dim256", "soft_cap-window", "long-chunk"))]
+)
 def test_half_precision_is_near_float64(name, dtype, card):
     """Catches: a softmax or an accumulator in half precision."""
     case = CASES[name]
@@ -115,6 +127,7 @@ def ragged(draw) -> Case:
 
 
 @on_cards("a100", "h100", "b200")
+@pytest.mark.whole
 @pytest.mark.parametrize("window", [None, 9])
 @settings(max_examples=12)
 @given(case=ragged(), seed=st.integers(0, 9))
@@ -134,7 +147,8 @@ def test_any_ragged_batch(window, card, case, seed):
 
 @on_cards("a100", "h100", "b200")
 @pytest.mark.parametrize(
-    "tuning", [Tuning(1, 64, 2, 1, 2), Tuning(2, 64, 3, 2, 0), Tuning(1, 128, 2, 2, 9), Tuning(2, 128, 2, 1, 1)]
+    "tuning",
+    [Tuning(1, 128, 2, 2, 0), *map(whole, (Tuning(2, 64, 3, 2, 0), Tuning(1, 64, 2, 1, 9), Tuning(2, 128, 2, 1, 1)))],
 )
 def test_tuning_changes_no_result(tuning, card):
     """Catches: a stage or a part that only the default sizes have."""
@@ -149,8 +163,8 @@ def test_tuning_changes_no_result(tuning, card):
 
 
 @on_cards("a100", "h100", "b200")
-@pytest.mark.parametrize("poisoned", [0, 1], ids=["values", "keys"])
-@pytest.mark.parametrize("page", [3, 17])
+@pytest.mark.parametrize("poisoned", [0, whole(1)], ids=["values", "keys"])
+@pytest.mark.parametrize("page", [whole(3), 17])
 def test_a_request_that_has_turned_nan_is_alone_with_it(page, poisoned, card):
     """Invariant 7, with contexts that are cut into parts. Catches: parts that are merged by a product with zeros."""
     case = Case("sick", ((1, 300), (1, 290), (1, 20), (0, 0)), heads=2, kv_heads=1)
@@ -204,15 +218,57 @@ def test_each_card_has_a_kernel_for_every_case_or_says_which_jax_it_needs(monkey
     assert said("h200", (0, 12, 0), 3, 96) is None and said("b200", (0, 12, 0), 1, 80) is None
 
 
-def test_a_card_is_known_by_what_jax_calls_it():
-    """Catches: an H200 taken for an H20, a consumer card taken for a server's."""
+def test_a_card_is_known_by_what_jax_tells_of_it():
+    """Catches: an H200 taken for an H20, a consumer card taken for a server's, a slice of a card taken for all of it, a
+    card that no list has and that gets no kernel for it."""
     assert card_of("NVIDIA H100 80GB HBM3") is CARDS["h100"]
-    assert card_of("NVIDIA GH200 480GB") is CARDS["h200"]
-    assert card_of("NVIDIA A100-SXM4-80GB") is CARDS["a100"]
-    assert card_of("NVIDIA B200") is CARDS["b200"]
+    assert card_of("NVIDIA GH200 480GB", "9.0", 132) is CARDS["h200"]
+    assert card_of("NVIDIA A100-SXM4-80GB", "8.0") is CARDS["a100"]
+    assert card_of("NVIDIA B200", (10, 0), 148) is CARDS["b200"]
     assert card_of("NVIDIA H20") is card_of("NVIDIA GeForce RTX 4090") is card_of("cpu") is None
+    assert card_of("AMD Instinct MI300X", "gfx942", 304) is None
+    for kind, capability, kernel, shared in (
+        ("NVIDIA GeForce RTX 3060", "8.6", "ampere", 101_376),
+        ("NVIDIA A10", "8.6", "ampere", 101_376),
+        ("NVIDIA L4", "8.9", "ampere", 101_376),
+        ("NVIDIA H20", "9.0", "hopper", 232_448),
+        ("NVIDIA B300 SXM6", "10.3", "blackwell", 232_448),
+        ("NVIDIA Thor", "11.0", "ampere", 101_376),
+        ("NVIDIA GeForce RTX 5090", "12.0", "ampere", 101_376),
+        ("NVIDIA of a later year", "15.3", "ampere", 101_376),
+        ("Tesla T4", "7.5", None, 65_536),
+        ("Tesla V100-SXM2-16GB", "7.0", None, 65_536),
+    ):
+        card = card_of(kind, capability, 28)
+        assert (card.name, card.kernel, card.shared_bytes, card.cores) == (kind, kernel, shared, 28)
+        assert card.estimated and 1e11 < card.bytes_per_s < 1e13 and 1e13 < card.flops_per_s < 1e15
+    assert card_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "9.0", 16).cores == 16
+    assert card_of("NVIDIA GeForce RTX 4090", "8.9", 9).flops_per_s < card_of("NVIDIA L4", "8.9", 9).flops_per_s
 
 
+@pytest.mark.parametrize("name", ["a10", "l4", "b300", "rtx5090"])
+def test_every_capability_from_8_0_has_a_kernel(name, monkeypatch):
+    """Catches: a card of a list taken for all that there are; a kernel that a card's JAX cannot compile."""
+    card = described(name)
+    monkeypatch.setattr(mosaic_gpu, "target_card", lambda: card)
+    operands = jax.ShapeDtypeStruct((3, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 4, 2, 16, 128), jnp.bfloat16)
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert mosaic_gpu.missing(*operands) is None
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert "needs JAX 0.12" in mosaic_gpu.missing(*operands)
+
+
+def test_a_card_older_than_ampere_says_so(monkeypatch):
+    """Catches: a T4 that is given a kernel it cannot run, or whose user is not told why there is none."""
+    card = described("t4")
+    monkeypatch.setattr(mosaic_gpu, "target_card", lambda: card)
+    operands = jax.ShapeDtypeStruct((3, 8, 64), jnp.float16), jax.ShapeDtypeStruct((1, 4, 2, 16, 64), jnp.float16)
+    assert mosaic_gpu.missing(*operands) == "it needs compute capability 8.0 or later, and NVIDIA T4 has 7.5"
+    with pytest.raises(ValueError, match="no kernel"):
+        needed_jax(card_for(card, 16, 64))
+
+
+@pytest.mark.whole
 @on_cards("a100", "h100", "b200")
 def test_it_composes_with_scan_over_layers_and_jit(card):
     """Catches: a layer that is read at trace time; a kernel that only runs alone."""
@@ -241,6 +297,7 @@ def test_it_composes_with_scan_over_layers_and_jit(card):
         np.testing.assert_allclose(out, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.whole
 @on_cards("a100", "h100", "b200")
 def test_it_composes_with_shard_map_over_kv_heads(card):
     """Each share of the KV heads under `shard_map`, one after the other: the interpreter has one memory for all devices
