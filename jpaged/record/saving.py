@@ -104,7 +104,7 @@ def save(
     Raises:
         ValueError: something is already there.
     """
-    from checkpoints import orbax  # a second to import, for those who save
+    from checkpoints import orbax  # takes a second to import
 
     engine = _EngineFile(config.to_json(), asdict(model), fingerprints(params), host)
     metadata = {"format": FORMAT, "version": VERSION, "jax": jax.__version__}

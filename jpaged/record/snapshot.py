@@ -4,7 +4,7 @@
     state = unpack_state(arrays, make_state(config, ...))    perhaps elsewhere, with other pages, on other devices
 
 Every leaf of the state is an array, by its path: "requests.num_tokens", "slots.page_table", "counters.steps".
-Leaves with a place for each page hold only the pages that somebody uses or can find, whose numbers are in "pages":
+Leaves with a place for each page hold only the pages that are used or cached, whose numbers are in "pages":
 
     pages        3  7  8                      n pages; nothing of the others is kept, and nothing of the scratch page
     pool.k       [layers, n, kv_heads, page_size, head_dim]

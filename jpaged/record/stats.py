@@ -41,7 +41,7 @@ class StepStats:
     pages_cached: int = 0  # pages that no table names and that can be found
     prefix_hits: int = 0  # tokens of prompts that were found computed
     swapped_out: int = 0  # of those preempted, requests whose pages went to the host
-    swapped_in: int = 0  # requests that came in with pages of the host; not among those admitted
+    swapped_in: int = 0  # requests resumed with pages from the host; not counted in `admitted`
 
     @classmethod
     def of(cls, record: Any, step: int, budget: int, pending: int = 0) -> StepStats:

@@ -41,12 +41,12 @@ class TracedRequest:
 
 @dataclass
 class Trace:
-    """What an engine was told and what it did. It is whole, so it grows; `nbytes` says how large it is.
+    """All inputs of an engine and what it did. A trace grows with every step; `nbytes` says how large it is.
 
     Args:
-        config: of the engine, nothing left open.
+        config: of the engine, with every field resolved.
         shape: `layers`, `kv_heads` and `head_dim` of its pool.
-        made_by: versions and platform, for people who look for a difference.
+        made_by: versions and platform, to find the cause of a difference.
     """
 
     config: EngineConfig
@@ -76,7 +76,7 @@ class Trace:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        kept = (self.records, [vars(told.batch) for told in self.inputs if isinstance(told, Submit)])
+        kept = (self.records, [vars(given.batch) for given in self.inputs if isinstance(given, Submit)])
         return sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
 
     def __repr__(self) -> str:
@@ -102,8 +102,8 @@ class Trace:
         return self.requests[uid].request_id if uid in self.requests else f"uid {uid}"
 
     def page_table(self, step: int) -> np.ndarray:
-        """The pages `[S, M]` int32 of each slot as step `step` left them, SCRATCH_PAGE where there is none. Whoever
-        ended in that step (`record(step).finish`) still has a slot."""
+        """The pages `[S, M]` int32 of each slot as step `step` left them, SCRATCH_PAGE where there is none. A
+        request that ended in that step (`record(step).finish`) still has its slot."""
         self.check_step(step)
         return next(islice(self.page_tables(), step - 1, None))
 
@@ -130,11 +130,11 @@ class Trace:
     @property
     def budgets(self) -> list[int]:
         """The most tokens that each step could compute."""
-        return [told.budget for told in self.inputs if isinstance(told, Burst) for _ in range(told.steps)]
+        return [given.budget for given in self.inputs if isinstance(given, Burst) for _ in range(given.steps)]
 
     @property
     def history(self) -> list[StepStats]:
-        """The figures of every step. Those who wait are those in the queue on the device."""
+        """The figures of every step. `waiting` counts the queue on the device only."""
         each = enumerate(zip(self.records, self.budgets, strict=True), 1)
         return [StepStats.of(record, step, budget) for step, (record, budget) in each]
 
@@ -158,7 +158,7 @@ class Trace:
             uid = int(record.uid[slot])
             stays = before is not None and bool(before.uid[slot] == uid)
             stays = stays and uid not in (int(decisions.preempted[slot]), int(record.left[slot]))
-            words = [] if stays else ["comes in"]
+            words = [] if stays else ["is admitted"]
             for verb, part in (
                 ("brings back", decisions.restored), ("finds", decisions.found), ("takes", decisions.taken),
                 ("shares", decisions.shared),

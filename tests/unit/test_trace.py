@@ -196,7 +196,7 @@ def test_a_step_in_words(story):
     trace = story[2]
     first = trace.describe(1).splitlines()
     assert first[0].startswith("step 1: 13 of 16 tokens; ") and "pages: " in first[0] and first[0].endswith(" free")
-    assert first[1].startswith("  slot 0: request r0 comes in, takes pages 1, 2, 3, 4, computes 13 tokens, ")
+    assert first[1].startswith("  slot 0: request r0 is admitted, takes pages 1, 2, 3, 4, computes 13 tokens, ")
     everything = "\n".join(trace.describe(number) for number in range(1, len(trace) + 1))
     swapped = everything.count(" is swapped out")
     assert swapped == sum(int(record.to_host.sum()) for record in trace.records) > 0
