@@ -25,7 +25,8 @@ from support.tiny import TINY, tiny_decoder
 # An implicit promotion is how a float64, or a pool twice as wide, gets in unseen.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-settings.register_profile("fixed", deadline=None, derandomize=True, database=None, print_blob=True)
+#: The suite's: few examples, the same each time. `HYPOTHESIS_PROFILE=search` looks for new ones.
+settings.register_profile("fixed", max_examples=15, deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 

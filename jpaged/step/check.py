@@ -3,24 +3,29 @@ can be found of pages against what it says they hold, in other ways than the ste
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import numpy as np
 
 from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE
 from jpaged.step.sharing.index import root_hash, token_hash
-from jpaged.step.state import NO_ROW, EngineState, Requests, Status
+from jpaged.step.state import NO_ROW, EngineState, Status
 from jpaged.step.swap.table import NO_CHUNK
 
 
 def violations(state: EngineState) -> list[str]:
     """What does not hold in `state`, in words; empty if all is well."""
     wrong: list[str] = []
-    refcount = np.asarray(state.refcount)
-    slots, requests = state.slots, state.requests
-    occupied, request = np.asarray(slots.occupied), np.asarray(slots.request)
-    computed, num_pages = np.asarray(slots.num_computed_tokens), np.asarray(slots.num_pages)
-    table, page_size = np.asarray(slots.page_table), state.pool.page_size
-    status, known = np.asarray(requests.status), np.asarray(requests.num_tokens)
+    # All at once: an array that is fetched or indexed by itself takes as long as the checks of it.
+    parts = jax.device_get((state.refcount, state.slots, state.requests, state.prefixes, state.swap))
+    refcount, slots, requests, prefixes, swap = parts
+    host = replace(state, refcount=refcount, slots=slots, requests=requests, prefixes=prefixes, swap=swap)
+    occupied, request = slots.occupied, slots.request
+    computed, num_pages = slots.num_computed_tokens, slots.num_pages
+    table, page_size = slots.page_table, state.pool.page_size
+    status, known = requests.status, requests.num_tokens
 
     named = np.zeros_like(refcount)
     for slot in range(len(occupied)):
@@ -53,19 +58,19 @@ def violations(state: EngineState) -> list[str]:
     if not set(running.tolist()) <= set(owners.tolist()):
         wrong.append(f"running rows without a slot: {sorted(set(running.tolist()) - set(owners.tolist()))}")
     live = np.isin(status, (Status.WAITING, Status.RUNNING))
-    if (known[live] > np.asarray(requests.max_len)[live]).any():
+    if (known[live] > requests.max_len[live]).any():
         wrong.append("a live request is longer than its max_len")
-    for row in np.flatnonzero(np.asarray(requests.parent) != NO_ROW):
+    for row in np.flatnonzero(requests.parent != NO_ROW):
         wrong += _violations_of_a_fork(requests, int(row))
-    return wrong + _violations_of_swap(state) + _violations_of_sharing(state)
+    return wrong + _violations_of_swap(host) + _violations_of_sharing(host)
 
 
-def _violations_of_swap(state: EngineState) -> list[str]:
-    """The same for what is on the host."""
+def _violations_of_swap(state: Any) -> list[str]:
+    """The same for what is on the host. `state` is an `EngineState` of numpy arrays, but for its pool."""
     if state.swap is None:
         return []
     wrong: list[str] = []
-    swap, status = jax.tree.map(np.asarray, state.swap), np.asarray(state.requests.status)
+    swap, status = state.swap, state.requests.status
     named = np.zeros(swap.num_chunks, np.int64)
     for row, chunks in enumerate(swap.table):
         own, computed = chunks[chunks != NO_CHUNK], swap.num_computed_tokens[row]
@@ -83,7 +88,7 @@ def _violations_of_swap(state: EngineState) -> list[str]:
     return wrong
 
 
-def _violations_of_a_fork(requests: Requests, row: int) -> list[str]:
+def _violations_of_a_fork(requests: Any, row: int) -> list[str]:
     """The same for one that has not begun."""
     parent, known = int(requests.parent[row]), int(requests.num_tokens[row])
     if requests.status[row] not in (Status.WAITING, Status.ABORTED, Status.FREE):
@@ -98,13 +103,11 @@ def _violations_of_a_fork(requests: Requests, row: int) -> list[str]:
     return []
 
 
-def _violations_of_sharing(state: EngineState) -> list[str]:
+def _violations_of_sharing(state: Any) -> list[str]:
     """The same for what is shared and cached."""
     wrong: list[str] = []
-    prefixes, slots, requests = (
-        jax.tree.map(np.asarray, part) for part in (state.prefixes, state.slots, state.requests)
-    )
-    refcount, page_size = np.asarray(state.refcount), state.pool.page_size
+    prefixes, slots, requests = state.prefixes, state.slots, state.requests
+    refcount, page_size = state.refcount, state.pool.page_size
     findable, before = prefixes.cached, prefixes.before
     if findable[SCRATCH_PAGE] or (findable.any() and not prefixes.enabled):
         wrong.append("pages can be found that must not: the scratch page, or any where nothing is shared")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support.drive import Ask, compiled, jit_submit, submission
 from support.record import recorded
-from support.stubs import STUB_SHAPE, HistoryDecoder
+from support.stubs import STUB_SHAPE, HistoryDecoder, Traces
 from support.tiny import TINY, tiny_decoder
 
 from jpaged.bench.hlo import report
@@ -153,7 +153,7 @@ def test_pages_come_from_the_host_in_place():
 def test_the_step_is_traced_once_whatever_the_mix():
     """JX-01: 300 mixes of requests (lengths, sampling parameters, aborts, none at all) within a limit that is no power
     of two are one program. Catches: an optional field, a Python int or a weak type that changes between calls."""
-    decoder = HistoryDecoder()
+    decoder = HistoryDecoder(traces=Traces())
     config = EngineConfig(
         page_size=16, num_pages=64, max_num_seqs=4, max_queue=4, max_num_batched_tokens=317, max_model_len=330
     )

@@ -1,5 +1,9 @@
 """The traced engine against the scheduler in plain Python, step by step: who runs, what is computed, which pages, what
-comes out. A difference of one page or one token is a failure, and hypothesis shrinks the story that led to it."""
+comes out. A difference of one page or one token is a failure, and hypothesis shrinks the story that led to it.
+
+The suite runs 15 stories of hypothesis for each of three page sizes, each of 8 to 40 operations and the steps to its
+end, and about 3,900 steps of random stories; every state is compared and checked. `HYPOTHESIS_PROFILE=search` runs
+1,000 stories for each page size, other ones each time."""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.drive import Ask, compiled, jit_abort, jit_exchange, jit_fork, jit_submit, submission
 from support.oracle import OracleEngine, OracleRecord
@@ -158,8 +162,9 @@ class Pair:
             assert int(getattr(traced, name)) == getattr(expected, name), name
 
     def compare(self) -> None:
-        assert violations(self.state) == []
-        state, oracle = jax.tree.map(np.asarray, replace(self.state, pool=self.state.refcount)), self.oracle
+        # Fetched once, for the checker too; but for the pool, of which it wants the sizes.
+        state, oracle = jax.device_get(replace(self.state, pool=self.state.refcount)), self.oracle
+        assert violations(replace(state, pool=self.state.pool)) == []
         for index, slot in enumerate(oracle.slots):
             assert bool(state.slots.occupied[index]) == (slot is not None)
             pages = [] if slot is None else slot.pages
@@ -171,8 +176,8 @@ class Pair:
                 assert oracle.rows[state.slots.request[index]] is slot.request
         assert set(np.flatnonzero(state.refcount == 0).tolist()) == set(oracle.available)
         assert set(np.flatnonzero(state.prefixes.cached).tolist()) == set(oracle.found.values())
-        pages = (self.state.free_pages, self.state.cached_pages)
-        assert sum(int(count) for count in pages) + len(oracle.in_use) == self.config.num_pages
+        available = state.refcount[1:] == 0
+        assert int(available.sum()) + len(oracle.in_use) == self.config.num_pages
         for row, request in enumerate(oracle.rows):
             expected = Status.FREE if request is None else request.status
             assert state.requests.status[row] == expected
@@ -230,7 +235,7 @@ def stories(page_size: int):
         st.tuples(st.just("continuations"), requests(longest)),
         st.tuples(st.just("exchange"), st.sampled_from((1, 3))),
     )
-    return st.lists(operation, min_size=1, max_size=25)
+    return st.lists(operation, min_size=8, max_size=40)
 
 
 def apply(pair: Pair, operation: tuple) -> None:
@@ -246,7 +251,6 @@ def apply(pair: Pair, operation: tuple) -> None:
 
 
 @pytest.mark.parametrize("page_size", CONFIGS)
-@settings(max_examples=30)
 @given(data=st.data())
 def test_engine_and_oracle_agree_at_every_step(page_size, data):
     """Catches: a page lost, doubled or taken in another order; a request starved, overtaken or preempted out of turn;
@@ -294,11 +298,11 @@ class Dice:
 
 
 def random_story(
-    pair: Pair, steps: int, budgets: tuple[int, ...], *, bursts=True, priorities=False, swaps=False
+    pair: Pair, steps: int, budgets: tuple[int, ...], *, bursts=True, priorities=False, swaps=False, seed=None
 ) -> None:
     """Submissions, often of one prompt twice, aborts, bursts and steps at random; then steps until nobody is left."""
     page_size = pair.config.page_size
-    dice = Dice(np.random.default_rng(SEEDS[page_size]), CONFIGS[page_size].max_model_len, priorities)
+    dice = Dice(np.random.default_rng(seed or SEEDS[page_size]), CONFIGS[page_size].max_model_len, priorities)
     while pair.oracle.steps < steps:
         throw = dice.rng.random()
         if throw < 0.3 and pair.oracle.free_rows:
@@ -325,22 +329,23 @@ def random_story(
             break
         if swaps:
             pair.exchange(1)
-        pair.step(pair.config.max_num_batched_tokens)
+        pair.step(budgets[-1])
     assert not any(pair.oracle.rows), "requests never end"
     assert int(pair.state.available_pages) == pair.config.num_pages
 
 
-@pytest.mark.parametrize("page_size", CONFIGS)
-def test_500_random_steps_lose_no_page(page_size):
-    """PC-06: two code paths that free one page, or a page nobody frees, show up within 500 steps of everything."""
-    # With the host's pool, which nobody uses here, it is another program: a page size has one or the other.
-    pair = Pair(page_size, configs=CONFIGS if page_size == 4 else SWAPPING)
-    random_story(pair, 500, BUDGETS[page_size])
+#: What a story must have at least once, for what it proves.
+SHARED = ("evicted", "recovered", "attached", "waited", "given back", "filled twice in a step", "forked", "inherited")
+
+
+def test_500_random_steps_lose_no_page():
+    """PC-06: two code paths that free one page, or a page nobody frees, show up within 500 steps of everything. A state
+    without a pool on the host; pages of 1 and 16 tokens are in the next test."""
+    pair = Pair(4)
+    random_story(pair, 500, (5, 24))
     assert pair.oracle.preemptions > 5, "the pool was not tight enough"
-    for event in ("evicted", "recovered", "attached", "waited", "given back", "filled twice in a step"):
-        assert pair.oracle.seen[event] > 0, f"the story has no page that was {event}"
-    for event in ("forked", "inherited", *(["copied"] if page_size > 1 else [])):
-        assert pair.oracle.seen[event] > 0, f"the story has no request that was {event}"
+    for event in (*SHARED, "copied"):
+        assert pair.oracle.seen[event] > 0, f"the story has no {event!r}"
 
 
 @pytest.mark.parametrize("page_size", CONFIGS)
@@ -348,40 +353,40 @@ def test_500_random_steps_with_a_pool_on_the_host(page_size):
     """Catches: a chunk lost, or given to two; a request that comes in before its pages, or computes them again; one
     that overtakes who waits for the host; pages restored where others are found."""
     pair = Pair(page_size, configs=SWAPPING, page_cost={1: 0.0, 4: 3.0, 16: 0.0}[page_size])
-    random_story(pair, 500, BUDGETS[page_size], priorities=True, swaps=True)
-    for event in ("kept on the host", "brought back", "too many for the host", "made way", "forked", "recovered"):
+    random_story(pair, 500, BUDGETS[page_size], priorities=True, swaps=True, seed={1: 100, 4: 18, 16: 401}[page_size])
+    copied = ["copied"] if page_size > 1 else []
+    for event in ("kept on the host", "brought back", "too many for the host", "made way", *SHARED, *copied):
         assert pair.oracle.seen[event] > 0, f"the story has no {event!r}"
     assert (pair.oracle.seen["cheaper to compute"] > 0) == (page_size == 4)
     assert pair.state.swap is not None and bool(pair.state.swap.free.all())
 
 
 @pytest.mark.parametrize(
-    "policies",
+    ("policies", "seed"),
     [
-        {},
-        {"admission": shortest_prompt_first, "victim": shortest_prompt_first},
-        {"admission": longest_prefix_hit_first},
-        {"admission": first_come_first_served, "victim": first_come_first_served},
-        {"victim": shortest_prompt_first},
+        ({}, 401),
+        ({"admission": shortest_prompt_first, "victim": shortest_prompt_first}, 401),
+        ({"admission": longest_prefix_hit_first}, 2),
+        ({"admission": first_come_first_served, "victim": first_come_first_served}, 4),
+        ({"victim": shortest_prompt_first}, 401),
     ],
     ids=["default", "shortest", "hits", "first-come", "crossed"],
 )
-def test_under_any_policy(policies):
+def test_under_any_policy(policies, seed):
     """Catches: an order that the arithmetic of pages does not follow; a request that waits for one behind it; one that
     is sent back for one that does not come in, or that stands no higher."""
     pair = Pair(4, **policies)
-    random_story(pair, 300, (5, 24), priorities=True)
+    random_story(pair, 300, (24,), priorities=True, bursts=False, seed=seed)  # one program each
     assert pair.oracle.preemptions > 5
     assert pair.oracle.seen["made way"] > 2
     if policies == {"victim": shortest_prompt_first}:
         assert pair.oracle.seen["would come in again"] > 3
 
 
-@pytest.mark.parametrize("page_size", CONFIGS)
-def test_nothing_is_shared_where_that_is_switched_off(page_size):
+def test_nothing_is_shared_where_that_is_switched_off():
     """By the same program. Catches: a page found, kept or waited for although nobody may."""
-    pair = Pair(page_size, configs=SWAPPING, share=False)
-    random_story(pair, 200, BUDGETS[page_size], swaps=True)
+    pair = Pair(4, configs=SWAPPING, share=False)
+    random_story(pair, 200, BUDGETS[4], swaps=True)
     assert pair.oracle.prefix_hits == 0 < pair.oracle.prefix_queries
     assert int(pair.state.free_pages) == pair.config.num_pages
 
@@ -390,11 +395,10 @@ def test_who_does_not_fit_in_a_lookup_is_looked_up_later(monkeypatch):
     """A lookup that holds one of the longest prompts: requests come in one after the other, or find less."""
     monkeypatch.setattr(share, "LOOKUP_PAGES", 1)
     pair = Pair(4, replace(DECODER, traces=Traces()), lookup_pages=1)
-    random_story(pair, 200, (24,), bursts=False)
+    random_story(pair, 200, (24,), bursts=False, seed=1600)
     assert pair.oracle.seen["left out of a lookup"] > 5
 
 
-@settings(max_examples=10)
 @given(story=st.lists(requests(CONFIGS[4].max_model_len), min_size=1, max_size=6))
 def test_a_burst_is_its_steps(story):
     """Catches: state that a burst carries otherwise than a caller of `step` would. Every array must be equal."""

@@ -58,7 +58,7 @@ class OracleRequest:
 @dataclass
 class OracleSlot:
     request: OracleRequest
-    computed: int = 0
+    num_computed_tokens: int = 0
     entered: int = 0
     pages: list[int] = field(default_factory=list)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ STUB_SHAPE = {"layers": 1, "kv_heads": 1, "head_dim": 2}
 
 
 class Traces:
-    """Counts how often a decoder was traced. Hashed by identity, so it can stand in a static argument."""
+    """Counts how often a decoder was traced. Hashed by identity, so it can stand in a static argument: a decoder that
+    is counted shares no program with another. All others of equal fields share theirs."""
 
     def __init__(self):
         self.count = 0
@@ -40,7 +41,7 @@ class ScriptDecoder:
     vocab: int = 32
     successor: tuple[int, ...] | None = None
     nan_token: int = -1
-    traces: Traces = field(default_factory=Traces)
+    traces: Traces | None = None
 
     def follow(self, token, position):
         if self.successor is not None:
@@ -48,7 +49,8 @@ class ScriptDecoder:
         return (5 * token + 3 * position + 1) % self.vocab
 
     def __call__(self, params, pool: KVPool, batch: StepBatch) -> tuple[jax.Array, KVPool]:
-        self.traces.count += 1
+        if self.traces is not None:
+            self.traces.count += 1
         last, position = batch.token_ids[batch.logit_index], batch.positions[batch.logit_index]
         if self.successor is not None:
             following = jnp.asarray(self.successor, jnp.int32)[last]
@@ -76,10 +78,11 @@ class HistoryDecoder:
 
     vocab: int = 32
     nan_token: int = -1
-    traces: Traces = field(default_factory=Traces)
+    traces: Traces | None = None
 
     def __call__(self, params, pool: KVPool, batch: StepBatch) -> tuple[jax.Array, KVPool]:
-        self.traces.count += 1
+        if self.traces is not None:
+            self.traces.count += 1
         rows, page_size = batch.num_rows, pool.page_size
         padding = batch.token_row == rows
         table_row = jnp.minimum(batch.token_row, rows - 1)

@@ -90,8 +90,9 @@ def test_parameters_that_mean_nothing_are_refused(fields, words):
 # Pages
 
 CONFIG = EngineConfig(
-    page_size=4, num_pages=40, max_num_seqs=6, max_queue=6, max_num_batched_tokens=16, max_model_len=40
-)
+    page_size=4, num_pages=33, max_num_seqs=6, max_queue=6, max_num_batched_tokens=16, max_model_len=40,
+    preemption="auto", swap_space_bytes=1 << 20, swap_page_cost=0,
+)  # fmt: skip
 READER = HistoryDecoder()
 BEAMS = 4
 jit_advance = jax.jit(advance)
@@ -107,17 +108,18 @@ def offers_of(state: EngineState) -> dict[int, list[int]]:
     return {int(record.uid[slot]): record.candidates[slot].tolist() for slot in np.flatnonzero(record.offered)}
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
-def test_beams_read_what_they_are(share, page_size):
+@pytest.mark.parametrize(
+    ("page_size", "budgets", "share"), [(4, (4, 16), True), (4, (4, 16), False), (1, (16,), True), (16, (16,), False)]
+)
+def test_beams_read_what_they_are(page_size, budgets, share):
     """Beams that become one another at random, beside requests that stand before them and send them away. The stub says
     what comes after a beam's own tokens, so a page that is another's, or copied wrongly, shows."""
     prompt, longest = [3, 1, 4, 1, 5, 9, 2], 30
     total = -(-longest // page_size)
     num_pages = total + (BEAMS - 1) * (total - len(prompt) // page_size) + BEAMS  # as `LLM.beam_search` asks for
     config = replace(CONFIG, num_pages=num_pages, page_size=page_size, enable_prefix_caching=share)
-    if share:  # those who are sent away go to the host, and become others while they are there
-        config = replace(config, preemption="swap", swap_space_bytes=1 << 20)
+    if not share:  # else those that are preempted go to the host, and become others while they are there
+        config = replace(config, swap_page_cost=1e9)
     driver = Driver(config, READER)
     state, rng, swaps = driver.state, np.random.default_rng(page_size), 0
     known = dict.fromkeys(range(1, 1 + BEAMS), prompt)
@@ -128,12 +130,11 @@ def test_beams_read_what_they_are(share, page_size):
         if number % 8 == 3 and number < 60:
             urgent = [Ask(100 + 4 * number + i, rng.integers(0, 9, 9).tolist(), 16, priority=-1) for i in range(4)]
             state = jit_submit(state, submission(config, urgent))
-        if share:
-            driver.state = state
-            driver.exchange()
-            state = driver.state
-            assert violations(state) == []
-        state = compiled(READER, int(rng.choice([4, 16])), candidates=3)(None, state)
+        driver.state = state
+        driver.exchange()
+        state = driver.state
+        assert violations(state) == []
+        state = compiled(READER, int(rng.choice(budgets)), candidates=3)(None, state)
         swaps += int(state.record.to_host.sum())
         assert violations(state) == []
         for uid, candidates in offers_of(state).items():

@@ -8,33 +8,23 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from support.shapes import STUB_MODEL
-from support.stubs import HistoryDecoder, ScriptDecoder
+from support.shapes import ENGINE, MODEL, READER, TIGHT, VOCAB
+from support.stubs import ScriptDecoder, Traces
 
 from jpaged.baseline.static import StaticEngine
-from jpaged.config import EngineConfig
 from jpaged.request import FinishReason, Request, SamplingParams
 from jpaged.runtime import sizing
 from jpaged.runtime.engine import Engine
 from jpaged.step import violations
 
-VOCAB = 32
-MODEL = replace(STUB_MODEL, vocab_size=VOCAB, eos_token_ids=(31,))
-CONFIG = EngineConfig(
-    page_size=4, num_pages=24, max_num_seqs=4, max_num_batched_tokens=16, token_budgets=(4, 16), max_queue=3,
-    dtype="float32",
-)  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-# One of each, and few sizes: engines that share both share their compiled programs.
-READER, SICK = HistoryDecoder(VOCAB), HistoryDecoder(VOCAB, nan_token=7)
 COUNTER = ScriptDecoder(VOCAB, successor=tuple((i + 1) % VOCAB for i in range(VOCAB)))
-SMALL = {"num_pages": 8, "max_model_len": 32}
 
 
 def make(decoder=READER, **changes) -> Engine:
-    return Engine(decoder, (), MODEL, replace(CONFIG, **changes))
+    return Engine(decoder, (), MODEL, replace(ENGINE, **changes))
 
 
 def request(name: str, prompt, params=GREEDY) -> Request:
@@ -99,7 +89,7 @@ def test_thousands_of_requests_take_the_memory_of_a_few():
         if not engine.has_work:
             break
     assert jax.tree.map(lambda a: (a.shape, a.dtype), engine.state) == before
-    assert engine.num_programs == 3 and max(step.running for step in engine.history) == 4
+    assert engine.num_programs == 2 and max(step.running for step in engine.history) == 4
     expected = {prompt: alone(READER, prompt, 3) for prompt in {one.prompt_token_ids for one in requests}}
     assert found == {r.request_id: expected[r.prompt_token_ids][: r.params.max_tokens] for r in requests}
 
@@ -107,7 +97,7 @@ def test_thousands_of_requests_take_the_memory_of_a_few():
 def test_burst_length_does_not_change_a_token():
     results = []
     for steps in (1, 3):
-        engine = make(steps_per_burst=steps)
+        engine = make(steps_per_burst=steps, token_budgets=(16,) if steps == 1 else (4, 16))
         for one in mix(12):
             engine.submit(one)
         results.append(drain(engine))
@@ -147,8 +137,8 @@ def test_a_static_batch_waits_for_its_longest():
 
 def test_no_mix_compiles_anything_after_warmup():
     """JX-01: a limit that is no power of two, prompts of every length, found computed and not."""
-    decoder = ScriptDecoder(VOCAB)
-    engine = make(decoder, max_model_len=61, num_pages=40)
+    decoder = ScriptDecoder(VOCAB, traces=Traces())
+    engine = make(decoder, max_model_len=61, num_pages=40, token_budgets=(4, 16))
     engine.warmup()
     programs, traces = engine.num_programs, decoder.traces.count
     for length in range(1, 61):
@@ -167,7 +157,7 @@ def test_no_mix_compiles_anything_after_warmup():
 
 def test_a_larger_program_is_run_before_a_further_one_is_compiled_unless_half_of_it_is_padding():
     """Each request generates one token, so that its one step is as large as its prompt."""
-    engine = make(token_budgets=(4, 8, 12, 16), enable_prefix_caching=False)  # the prompts begin alike
+    engine = make(token_budgets=(8, 12, 16), enable_prefix_caching=False)  # the prompts begin alike
 
     def ran(length: int) -> tuple[int, int]:
         """The budget of the one step that such a prompt takes, and how many programs steps have had by then."""
@@ -181,7 +171,7 @@ def test_a_larger_program_is_run_before_a_further_one_is_compiled_unless_half_of
     assert ran(10) == (16, 1)  # 12 holds it, but is not compiled
     assert ran(5) == (8, 2)  # in 16, more than half were padding
     assert ran(7) == (8, 2)
-    engine.warmup()
+    engine.program(12)
     assert ran(10)[0] == 12
 
 
@@ -205,15 +195,15 @@ def test_a_prompt_that_can_never_run_is_refused_in_words():
 
 def test_lengths_end_at_max_model_len():
     """ST-05: a huge max_tokens is cut by max_model_len; a prompt that fills it ends at once."""
-    engine = make(max_model_len=16, num_pages=4)
-    for length, asked, got in ((16, 5, 0), (12, 10, 4), (3, 10**9, 13), (1, None, 15)):
+    engine = make(**TIGHT)
+    for length, asked, got in ((32, 5, 0), (28, 10, 4), (3, 10**9, 29), (1, None, 31)):
         engine.submit(request("r", [1] * length, replace(GREEDY, max_tokens=asked)))
         events = []
         while engine.has_work:
             events += engine.burst()
         assert sum(e.token_id is not None for e in events) == got
         assert events[-1].finish_reason == FinishReason.LENGTH
-        assert max((s.pages_in_use for s in engine.history), default=0) <= 4
+        assert max((s.pages_in_use for s in engine.history), default=0) <= 8
 
 
 def test_sizes_that_cannot_work_are_refused():
@@ -222,8 +212,10 @@ def test_sizes_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="more than the 64 tokens"):
         make(max_model_len=65)
     with pytest.raises(ValueError, match="at least 2 are needed"):
-        make(num_pages=None, pool_bytes=100)
-    assert make(num_pages=None, pool_bytes=64 * 33).config.num_pages == 32  # 64 bytes a page, one is scratch
+        make(num_pages=None, pool_bytes=100, max_model_len=None)
+    assert (
+        make(num_pages=None, pool_bytes=64 * 33, max_model_len=None).config.num_pages == 32
+    )  # 64 bytes a page, one is scratch
 
 
 def test_a_lone_request_that_fills_the_pool_ends():
@@ -235,7 +227,7 @@ def test_a_lone_request_that_fills_the_pool_ends():
 
 
 def test_preempted_requests_keep_their_tokens():
-    engine, decoder = make(**SMALL), READER
+    engine, decoder = make(**TIGHT), READER
     requests = [request(str(i), [i + 1] * 5, replace(GREEDY, max_tokens=20)) for i in range(6)]
     for one in requests:
         engine.submit(one)
@@ -266,8 +258,8 @@ def test_abort_in_any_state_gives_every_page_back(when):
 
 def test_a_row_of_nan_fails_alone():
     """NU-03: and what it left in its pages does not reach those who get them next."""
-    engine = make(SICK, **SMALL)
-    for name, prompt in (("a", [1, 2, 3]), ("sick", [4, 7, 5]), ("b", [6, 6]), *((f"n{i}", [i]) for i in range(5))):
+    engine = make(**TIGHT)
+    for name, prompt in (("a", [1, 2, 3]), ("sick", [4, 31, 5]), ("b", [6, 6]), *((f"n{i}", [i]) for i in range(5))):
         engine.submit(request(name, prompt))
     events = []
     while engine.has_work:
@@ -338,10 +330,9 @@ def test_stop_tokens_and_reasons():
 
 
 def test_time_to_first_token_counts_all_chunks():
-    """CP-03: budget 8, a prompt of 32: the first token comes out of the fourth step, not the first."""
-    for length, steps in ((32, 4), (64, 8)):
-        config = replace(CONFIG, max_num_batched_tokens=8, token_budgets=(8,), max_model_len=100, num_pages=30)
-        engine = Engine(READER, (), replace(MODEL, max_position_embeddings=128), config)
+    """CP-03: budget 16, a prompt of 32: the first token comes out of the second step, not the first."""
+    for length, steps in ((32, 2), (63, 4)):
+        engine = make()
         engine.submit(request("r", [1] * length))
         bursts = 0
         while not any(e.token_id is not None for e in engine.burst()):
@@ -377,15 +368,15 @@ class _Compiled:
 
 def test_a_pool_takes_what_can_be_had_of_a_card(monkeypatch):
     """MM-03: JAX's share is less than the utilization, so that is said, and the pool ends where JAX's memory does."""
-    token = sizing.bytes_per_token(MODEL, CONFIG.dtype)
+    token = sizing.bytes_per_token(MODEL, ENGINE.dtype)
     card(monkeypatch, limit=60 * GB, held=7 * GB)
     with pytest.warns(RuntimeWarning, match=r"gpu_memory_utilization 0\.9 cannot apply"):
         engine = sized(monkeypatch, 0.9)
     most = 60 * GB - sizing.DEVICE_RESERVE_BYTES
-    assert most - CONFIG.page_size * token < (engine.config.num_pages + 1) * CONFIG.page_size * token + 10 * GB <= most
+    assert most - ENGINE.page_size * token < (engine.config.num_pages + 1) * ENGINE.page_size * token + 10 * GB <= most
     # Three tenths of the card are less than JAX has: nothing to say, and no more is taken.
     engine = sized(monkeypatch, 0.3)
-    assert engine.config.num_pages == (24 * GB - 10 * GB) // (CONFIG.page_size * token) - 1
+    assert engine.config.num_pages == (24 * GB - 10 * GB) // (ENGINE.page_size * token) - 1
 
 
 def test_memory_that_others_hold_is_not_promised_twice(monkeypatch):

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.drive import Ask, Driver
-from support.shapes import STUB_MODEL
-from support.stubs import HistoryDecoder, ScriptDecoder
+from support.shapes import ENGINE, MODEL, READER
+from support.stubs import ScriptDecoder
 
 from jpaged.config import EngineConfig
 from jpaged.pool import KVPool
@@ -24,8 +24,6 @@ CONFIG = EngineConfig(
     page_size=4, num_pages=24, max_num_seqs=4, max_queue=12, max_num_batched_tokens=16, max_model_len=40,
     token_budgets=(4, 16), dtype="float32",
 )  # fmt: skip
-READER = HistoryDecoder(nan_token=31)
-MODEL = replace(STUB_MODEL, vocab_size=32, eos_token_ids=(31,))
 PROMPT = [5, 3, 8, 1, 9, 2, 7, 4, 6, 0, 2]  # two pages and three tokens
 
 
@@ -164,7 +162,7 @@ def test_a_child_that_stands_before_its_parent_does_not_send_it_away():
     assert all(one.tokens == follow(PROMPT, 4) for one in got.values())
 
 
-@pytest.mark.parametrize("pages", [10, 14, 36])
+@pytest.mark.parametrize("pages", [10, 36])
 def test_forks_that_are_preempted_get_the_same_tokens(pages):
     driver = Driver(replace(CONFIG, num_pages=pages, enable_prefix_caching=False), READER)
     driver.submit(*continuations(PROMPT, 4, 20))
@@ -184,8 +182,8 @@ def test_pages_are_copied_as_they_were():
 # The engine
 
 
-def make(decoder=READER, **changes) -> Engine:
-    return Engine(decoder, (), MODEL, replace(CONFIG, **changes))
+def make(decoder=READER) -> Engine:
+    return Engine(decoder, (), MODEL, ENGINE)
 
 
 def drain(engine: Engine) -> dict[tuple[str, int], list[int]]:
@@ -210,7 +208,7 @@ def test_a_continuation_is_what_a_request_with_its_seed_would_be():
 
 def test_the_host_holds_continuations_that_find_no_row():
     """Those that come later begin with the pages of one that is there, or find them."""
-    engine = make(max_queue=1, num_pages=40)
+    engine = make()
     engine.submit(Request("a", tuple(PROMPT), SamplingParams(temperature=0, n=30, max_tokens=3, ignore_eos=True)))
     assert drain(engine) == {("a", index): follow(PROMPT, 3) for index in range(30)}
     stats = engine.stats()
@@ -219,7 +217,7 @@ def test_the_host_holds_continuations_that_find_no_row():
 
 
 def test_aborting_a_request_ends_all_its_continuations():
-    engine = make(max_queue=1)
+    engine = make()
     for name in ("a", "b"):
         engine.submit(Request(name, tuple(PROMPT), SamplingParams(temperature=0, n=6, max_tokens=5, ignore_eos=True)))
     engine.burst()
@@ -245,9 +243,8 @@ def test_a_branch_of_a_running_request_and_what_cannot_be_branched():
     assert seen + tokens["a", 0] == follow(PROMPT, 6)
     assert tokens["b", 0] == tokens["a", 0]
     assert engine.num_programs == programs
-    full = make(max_queue=1, max_num_seqs=1)
-    for name in ("a", "b"):
-        full.submit(Request(name, tuple(PROMPT), SamplingParams(temperature=0, max_tokens=6)))
-    full.burst()
-    with pytest.raises(ValueError, match="all 2 rows"):
-        full.fork("a", "c")
+    for number in range(ENGINE.max_num_seqs + ENGINE.max_queue):
+        engine.submit(Request(str(number), tuple(PROMPT), SamplingParams(temperature=0, max_tokens=6)))
+    engine.burst()
+    with pytest.raises(ValueError, match="all 7 rows"):
+        engine.fork("0", "c")

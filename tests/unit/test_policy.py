@@ -18,7 +18,7 @@ from jpaged.runtime.engine import Engine
 VOCAB = 32
 MODEL = replace(STUB_MODEL, vocab_size=VOCAB, eos_token_ids=(31,))
 CONFIG = EngineConfig(
-    page_size=4, num_pages=24, max_num_seqs=2, max_num_batched_tokens=16, token_budgets=(4, 16), max_queue=3,
+    page_size=4, num_pages=24, max_num_seqs=2, max_num_batched_tokens=16, token_budgets=(16,), max_queue=3,
     dtype="float32",
 )  # fmt: skip
 READER = HistoryDecoder(VOCAB)
@@ -56,7 +56,7 @@ def ends(engine: Engine, at_burst=lambda burst: None) -> list[str]:
 
 def test_the_smaller_priority_comes_in_first_also_from_the_host():
     """Catches: a queue on the host that is fed in order, whatever waits behind it."""
-    one = engine(max_num_seqs=1, max_queue=1)
+    one = engine(max_num_seqs=1)
     for number, priority in enumerate((0, 5, 0, -1, 5, 0, -1)):
         submit(one, str(number), [number] * 5, priority=priority)
     assert ends(one) == ["3", "6", "0", "2", "5", "1", "4"]
