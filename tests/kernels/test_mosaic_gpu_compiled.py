@@ -4,6 +4,7 @@ the table in `tests/gpu/kernels.json`."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,25 @@ def test_no_kernel_spills_and_none_grows(which):
     that does not lower at all."""
     result = subprocess.run([sys.executable, str(SCRIPT), "--check", *which], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="needs XLA's CUDA plugin; tests/gpu/check.sh makes environments with it",
+)
+def test_a_card_without_a_kernel_never_waits_for_the_host():
+    """A T4, and an H200 told to use XLA's operations. Catches: a conditional, a loop of unknown length, a copy of the
+    pool, temporaries that grow with the context that a page table can hold."""
+    script = SCRIPT.with_name("aot_xla.py")
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    for program in found:
+        assert program["conditionals"] == 0 and program["unknown_loops"] == [], program
+        assert program["pool_copies"] == 0, program
+    # 512 keys an iteration: rows of 256 pages of 16 tokens take 8 of them, for one query and for several.
+    assert [program["known_loops"] for program in found] == [[8], [16], [8, 8], [8, 8], [3, 3]]
+    assert found[1]["temporary_bytes"] < 1.1 * found[0]["temporary_bytes"] < 600e6
 
 
 def test_limits_are_what_they_are_by_hand():
