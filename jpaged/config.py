@@ -34,6 +34,9 @@ class EngineConfig:
             times a power of two from 8 (8, 16, 24, 32, 48, 64, ...), up to `max_num_batched_tokens`.
         steps_per_burst: steps that one device call runs where no long prompt is waiting; None: 8 on a GPU, where a
             call costs more than a small step, and 1 on a CPU.
+        async_scheduling: choose the size of the next step before the last has ended, from what the host foresees, so
+            that the device waits for nothing; else the device says how much there is to do when a burst ends. None:
+            True, but on a CPU, where a step that is larger than needed costs more than the wait. It changes no token.
         enable_prefix_caching: whether requests use full pages that others, or earlier ones, have computed. It
             changes no token.
         preemption: what becomes of the pages of a request that must make room. "recompute": nothing, it computes them
@@ -66,6 +69,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     token_budgets: tuple[int, ...] | None = None
     steps_per_burst: int | None = None
+    async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
     preemption: Literal["recompute", "swap", "auto"] = "recompute"
     swap_space_bytes: int | None = None
@@ -91,6 +95,8 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "trace", "compilation_cache"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
+        if self.async_scheduling not in (None, True, False):
+            raise ValueError(f"async_scheduling must be True, False or None, got {self.async_scheduling!r}")
         self._check_preemption()
         for name in ("admission", "victim"):
             if not callable(policy := getattr(self, name)):
@@ -132,10 +138,16 @@ class EngineConfig:
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
     def for_platform(self, platform: str) -> EngineConfig:
-        """This with what depends on the platform ("cpu", "gpu") filled in: `dtype` and `steps_per_burst`."""
+        """This with what depends on the platform ("cpu", "gpu") filled in: `dtype`, `steps_per_burst` and
+        `async_scheduling`."""
         on_cpu = platform == "cpu"
         dtype = self.dtype if self.dtype != "auto" else "float32" if on_cpu else "bfloat16"
-        return replace(self, dtype=dtype, steps_per_burst=self.steps_per_burst or (1 if on_cpu else 8))
+        return replace(
+            self,
+            dtype=dtype,
+            steps_per_burst=self.steps_per_burst or (1 if on_cpu else 8),
+            async_scheduling=not on_cpu if self.async_scheduling is None else self.async_scheduling,
+        )
 
     @property
     def budgets(self) -> tuple[int, ...]:

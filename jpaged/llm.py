@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +20,7 @@ from jpaged.models.load import load_checkpoint, resolve
 from jpaged.models.spec import ModelConfig
 from jpaged.record.replay import replay
 from jpaged.record.saving import Saved
-from jpaged.record.stats import EngineStats, TokenEvent
+from jpaged.record.stats import EngineStats
 from jpaged.record.trace import Trace
 from jpaged.request import (
     BeamSearchOutput,
@@ -34,8 +31,9 @@ from jpaged.request import (
 )
 from jpaged.runtime.beam_search import BeamRoom, BeamSearch
 from jpaged.runtime.engine import Engine
-from jpaged.runtime.outputs import Beams, Output, StreamEvent
+from jpaged.runtime.outputs import StreamEvent
 from jpaged.runtime.prepare import stop_ids
+from jpaged.runtime.streams import Call, Streams
 from jpaged.saved_llm import SavedLLM
 from jpaged.step import EngineState
 from jpaged.text.tokenizer import Tokenizer
@@ -86,14 +84,8 @@ class LLM:
         shapes = replace(checkpoint.config, eos_token_ids=tuple(ends))
         self._engine: Engine | None = Engine(decoder, params, shapes, config)
         self._inputs = Inputs(self.tokenizer)
-        # Held for a burst, never between two pieces of a stream.
-        self._lock = threading.Lock()
-        self._beam_lock = threading.Lock()  # held for a whole call
-        # Of each request whose output is not taken yet, where its events go and what turns them into text.
-        self._routes: dict[str, tuple[deque[Any], Output | Beams]] = {}
-        self._abandoned: deque[str] = deque()
-        # Requests that `resume` finishes, and what has arrived of them.
-        self._left: tuple[list[Request], deque[StreamEvent]] = [], deque()
+        self._streams = Streams(self._engine, self.tokenizer)
+        self._left: Call | None = None  # what `resume` finishes
 
     # -- generation
 
@@ -120,7 +112,8 @@ class LLM:
         Raises:
             ValueError: for a prompt or parameters that can never run, naming the prompt; nothing has run then.
         """
-        return self._collect(self._inputs.of_prompts(self.engine, prompts, sampling_params, priority), use_tqdm)
+        requests = self._inputs.of_prompts(self.engine, prompts, sampling_params, priority)
+        return self._collect(self._stream(requests), len(requests), use_tqdm)
 
     def chat(
         self,
@@ -139,7 +132,8 @@ class LLM:
         Raises:
             ValueError: also where the model has no template, or the template refuses the conversation.
         """
-        return self._collect(self._inputs.of_conversations(self.engine, messages, sampling_params, priority), use_tqdm)
+        requests = self._inputs.of_conversations(self.engine, messages, sampling_params, priority)
+        return self._collect(self._stream(requests), len(requests), use_tqdm)
 
     def stream(
         self,
@@ -186,110 +180,41 @@ class LLM:
             slots=engine.config.max_num_seqs, pages=engine.num_pages, page_size=engine.config.page_size,
             max_model_len=engine.max_model_len,
         )  # fmt: skip
-        needs = [room.pages_of(number, request) for number, request in enumerate(requests)]
         outputs: dict[str, BeamSearchOutput] = {}
-        waiting, open_ = deque(zip(requests, needs, strict=True)), dict[str, int]()
-        arrived: deque[BeamSearchOutput] = deque()
-        # One call at a time: beams that wait for each other's pages would wait for ever.
-        with tqdm(total=len(requests), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar, self._beam_lock:
-            try:
-                while waiting or open_:
-                    with self._lock:
-                        while waiting and room.fits(params.beam_width, [*open_.values(), waiting[0][1]]):
-                            request, pages = waiting.popleft()
-                            open_[request.request_id] = pages
-                            self.engine.submit(request)
-                            search = Beams(params, request, self.tokenizer, self.engine)
-                            self._routes[request.request_id] = arrived, search
-                        self._burst(open_.keys())
-                    while arrived:
-                        output = arrived.popleft()
-                        outputs[output.request_id] = output
-                        del open_[output.request_id], self._routes[output.request_id]
-                        bar.update(1)
-            finally:
-                self._abandoned.extend(open_)
-                with self._lock:
-                    self._drop_abandoned()
+        with tqdm(total=len(requests), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
+            for output in self._streams.beam_search(requests, params, room):
+                outputs[output.request_id] = output
+                bar.update(1)
         return [outputs[request.request_id] for request in requests]
 
     # -- from events to outputs
 
-    def _collect(
-        self, requests: list[Request], use_tqdm: bool, arrived: deque[StreamEvent] | None = None
-    ) -> list[RequestOutput]:
+    def _collect(self, events: Iterator[StreamEvent], total: int, use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         tokens = 0
-        with tqdm(total=len(requests), desc="Prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with tqdm(total=total, desc="Prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
             start = time.perf_counter()
-            for event in self._stream(requests, arrived):
+            for event in events:
                 tokens += len(event.delta_token_ids)
-                if event.output.finished:
+                if event.all_finished:
                     outputs[event.index] = event.output
                     bar.update(1)
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.1f} output tokens/s", refresh=False)
-        return [outputs[number] for number in range(len(requests))]
+        return [outputs[number] for number in range(total)]
 
-    def _stream(self, requests: list[Request], arrived: deque[StreamEvent] | None = None) -> Iterator[StreamEvent]:
-        """Runs `requests` to their ends. However it is left, none of them stays in the engine. They are submitted,
-        unless they have been and `arrived` is where their events go.
+    def _stream(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        # Submitted when the first piece is asked for.
+        yield from self._streams.events(self._streams.open(requests))
 
-        Several may be open at once, in one thread or in many: the engine runs the requests of all of them together,
-        and whichever is asked first for what has not come yet runs the next burst, for the others too.
+    def abort(self, request_ids: str | Sequence[str], *, index: int | None = None) -> None:
+        """Gives requests up, in any thread, beside a call that waits for them: that call gets what there is of their
+        outputs, with the finish reason "abort". Unknown ids are ignored: a request may have ended a moment ago.
+
+        Args:
+            request_ids: `RequestOutput.request_id` of one or of several.
+            index: of the one continuation to give up; None: all.
         """
-        open_ = {request.request_id for request in requests}
-        try:
-            if arrived is None:
-                arrived = deque()
-                with self._lock:
-                    for number, request in enumerate(requests):
-                        self.engine.submit(request)
-                        self._routes[request.request_id] = arrived, Output(number, request, self.tokenizer)
-            while open_:
-                with self._lock:
-                    if not arrived:
-                        self._burst(open_)
-                while arrived:
-                    piece = arrived.popleft()
-                    if piece.output.finished:
-                        open_.remove(piece.output.request_id)
-                        self._routes.pop(piece.output.request_id, None)
-                    yield piece
-        finally:
-            # This may be the garbage collector's call, in the middle of a burst of the same thread.
-            self._abandoned.extend(open_)
-            if self._lock.acquire(blocking=False):
-                try:
-                    self._drop_abandoned()
-                finally:
-                    self._lock.release()
-
-    def _burst(self, waiting: AbstractSet[str]) -> None:
-        """Runs a burst and gives what came out to those it belongs to. `waiting` are the caller's requests."""
-        self._drop_abandoned()
-        engine = self.engine
-        if lost := waiting - self._routes.keys():
-            raise RuntimeError(f"{len(lost)} requests were lost when another call failed or was interrupted")
-        try:
-            now_seen: dict[str, list[TokenEvent]] = {}
-            for event in engine.burst():
-                now_seen.setdefault(event.request_id, []).append(event)
-            for name, events in now_seen.items():
-                arrived, output = self._routes[name]
-                arrived.extend(output.add(events))
-        except BaseException:
-            self._routes.clear()
-            engine.abort_all()
-            raise
-
-    def _drop_abandoned(self) -> None:
-        """Gives up requests whose stream was left; under the lock."""
-        names = []
-        while self._abandoned:
-            names.append(self._abandoned.popleft())
-            self._routes.pop(names[-1], None)
-        if names and self._engine is not None:
-            self._engine.abort(names)
+        self.engine.abort(request_ids, index=index)
 
     # -- saved and restored
 
@@ -311,11 +236,8 @@ class LLM:
             RuntimeError: after `close`.
             ValueError: something is already there, or a beam search is under way.
         """
-        with self._lock:
-            self._drop_abandoned()
-            # The engine refuses where a beam search is under way.
-            routes = {name: output for name, (_, output) in list(self._routes.items()) if isinstance(output, Output)}
-            own = SavedLLM.of(self.model, self.tokenizer, self._inputs.new_id(), routes)
+        with self.engine.paused():
+            own = SavedLLM.of(self.model, self.tokenizer, self._inputs.new_id(), self._streams.outputs())
             return self.engine.save_state(directory, own.files())
 
     @classmethod
@@ -357,12 +279,7 @@ class LLM:
                 raise ValueError(f"{directory} was saved with another tokenizer: give it, as tokenizer=")
             llm.engine.load_state(saved)
             llm._inputs = Inputs(llm.tokenizer, own.next_id)
-            for output, pieces in own.outputs(llm.engine.unfinished(), llm.tokenizer):
-                requests, arrived = llm._left
-                llm._routes[output.request.request_id] = arrived, output
-                requests.append(output.request)
-                if output.finished:
-                    arrived.append(pieces[-1])
+            llm._left = llm._streams.left(own.outputs(llm.engine.unfinished(), llm.tokenizer))
         except BaseException:
             llm.close()
             raise
@@ -375,9 +292,10 @@ class LLM:
             The outputs of all that had not ended, or whose output nobody had taken, in the order of submission; each
             with all its text and log-probabilities, also what it had before. A second time there are none.
         """
-        requests, arrived = self._left
-        self._left = [], deque()
-        return self._collect(requests, use_tqdm, arrived)
+        left, self._left = self._left, None
+        if left is None:
+            return []
+        return self._collect(self._streams.events(left), len(left.outputs), use_tqdm)
 
     # -- the engine
 
@@ -419,9 +337,10 @@ class LLM:
         Raises:
             ValueError: the engine keeps none.
         """
-        if self.engine.trace is None:
+        trace = self.engine.trace
+        if trace is None:
             raise ValueError(f"the trace of {self.model} is off: make the LLM with trace=True")
-        return self.engine.trace
+        return trace
 
     def replay(self, until: int | None = None) -> EngineState:
         """Does again, beside the engine, what it was told, up to and with step `until` (None: all), compares every step
@@ -432,7 +351,7 @@ class LLM:
             ValueError: there is no trace, no such step in it, or other weights were taken before it.
             RuntimeError: a step did something else.
         """
-        with self._lock:
+        with self.engine.paused():
             return replay(self.trace, self.decoder, self.params, until)
 
     def plot_pages(self, step: int | None = None) -> Figure:
@@ -444,7 +363,7 @@ class LLM:
         """
         from jpaged.viz.engine import engine_pages
 
-        with self._lock:
+        with self.engine.paused():
             return engine_pages(self.engine, step)
 
     def plot_timeline(self) -> Figure:
@@ -455,14 +374,12 @@ class LLM:
         """
         from jpaged.viz.timeline import plot_timeline
 
-        with self._lock:
+        with self.engine.paused():
             return plot_timeline(self.trace)
 
     def reset_prefix_cache(self) -> bool:
         """Makes all cached pages free. Returns False, and does nothing, while requests run."""
-        with self._lock:
-            self._drop_abandoned()
-            return self.engine.reset_prefix_cache()
+        return self.engine.reset_prefix_cache()
 
     def update_weights(self, model: str | Path) -> None:
         """Replaces the weights by those of another checkpoint of the same configuration. Nothing is compiled; what the
@@ -475,8 +392,7 @@ class LLM:
         checkpoint = load_checkpoint(resolve(model))
         dtype = self.config.dtype
         decoder, params = load_decoder(checkpoint.config, checkpoint.parameters(dtype), jnp.dtype(dtype))
-        with self._lock:
-            self._drop_abandoned()
+        with self.engine.paused():
             if decoder != self.decoder:
                 raise ValueError(f"{model} has another configuration than {self.model}: {checkpoint.config}")
             self.engine.replace_params(params)

@@ -37,6 +37,8 @@ class SamplingParams:
         min_tokens: no end-of-sequence or stop token is sampled before this many were generated.
         stop_token_ids: end after generating one of these; it is part of `token_ids`, not of `text`.
         ignore_eos: generate through the model's own end-of-sequence tokens.
+        logprobs: 0: outputs have the log-probability of each generated token; None: only their sum. Those of other
+            tokens are not offered.
 
     Raises:
         ValueError: naming the field, the value given, and what is allowed.
@@ -52,6 +54,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -67,6 +70,9 @@ class SamplingParams:
                 raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if self.seed is not None:
             _check("seed", self.seed, int, lambda v: 0 <= v < 2**32, "in [0, 2**32), or None")
+        if self.logprobs is not None:
+            words = "0 (those of the generated tokens) or None; the most probable others are not offered"
+            _check("logprobs", self.logprobs, int, lambda v: v == 0, words)
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, int, lambda v: 0 <= v < 2**31, "token ids, at least 0")
         if not isinstance(self.ignore_eos, bool):
@@ -135,6 +141,8 @@ class Request:
     def continuations(self) -> list[Request]:
         """Its `params.n` continuations, each with a seed of its own if there is a seed."""
         seed = self.params.seed
+        if self.params.n == 1:
+            return [self]
         return [
             replace(self, index=i, params=replace(self.params, n=1, seed=None if seed is None else (seed + i) % 2**32))
             for i in range(self.params.n)
@@ -156,14 +164,14 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One continuation. `logprobs[i]` maps `token_ids[i]` to its `Logprob`, as in vLLM;
-    `cumulative_logprob` is the sum over the chosen tokens."""
+    """One continuation. `logprobs[i]` maps `token_ids[i]` to its `Logprob`, as in vLLM, where `SamplingParams.logprobs`
+    asks for them, else it is None; `cumulative_logprob` is the sum over the chosen tokens."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float
-    logprobs: list[dict[int, Logprob]]
+    logprobs: list[dict[int, Logprob]] | None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
 

@@ -43,7 +43,7 @@ class SavedLLM:
             tokenizer=tokenizer.fingerprint(),
             next_id=next_id,
             order=tuple(outputs),
-            ended=tuple(Ended(one.request, tuple(one.events)) for one in ended),
+            ended=tuple(Ended(one.request, tuple(one.events())) for one in ended),
         )
 
     def files(self) -> dict[str, str]:
@@ -57,8 +57,8 @@ class SavedLLM:
 
     def outputs(
         self, unfinished: Iterable[tuple[Request, list[TokenEvent]]], tokenizer: Tokenizer
-    ) -> Iterator[tuple[Output, list[StreamEvent]]]:
-        """The outputs not taken yet, in the order of submission, each with its pieces so far.
+    ) -> Iterator[tuple[Output, StreamEvent | None]]:
+        """The outputs not taken yet, in the order of submission, each with its last piece so far; None: it has none.
 
         Args:
             unfinished: requests that the restored engine holds, and their events so far.
@@ -70,4 +70,4 @@ class SavedLLM:
         for number, name in enumerate(dict.fromkeys((*self.order, *held))):
             request, events = held[name]
             output = Output(number, request, tokenizer)
-            yield output, output.add(events)
+            yield output, output.take_up(events)

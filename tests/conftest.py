@@ -22,6 +22,8 @@ from hypothesis import settings
 from support.quick import compile_quickly
 from support.tiny import TINY, tiny_decoder
 
+from jpaged.runtime.programs import Programs
+
 # An implicit promotion is how a float64, or a pool twice as wide, gets in unseen.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -39,6 +41,7 @@ _MOST_MAPS, _MOST_MAPS_WITHIN = 25_000, 40_000
 def _give_programs_back(most: int) -> None:
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > most:
+        Programs.shared.clear()
         jax.clear_caches()
         gc.collect()
 
@@ -55,6 +58,14 @@ def programs_are_given_back_within():
     """After a test, where very many have been compiled."""
     yield
     _give_programs_back(_MOST_MAPS_WITHIN)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_shared():
+    """Engines of one module share programs also when no engine that uses them is left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "shared", {})
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

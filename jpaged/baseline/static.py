@@ -24,8 +24,8 @@ from jpaged.models.spec import ModelConfig
 from jpaged.pool import Decoder, KVPool, StepBatch
 from jpaged.record.stats import EngineStats, StepStats, TokenEvent
 from jpaged.request import FinishReason, Request
-from jpaged.runtime.engine import FINISH_REASONS
 from jpaged.runtime.prepare import check_request, fill_row
+from jpaged.runtime.reading import FINISH_REASONS
 from jpaged.step import Finish, Submission
 from jpaged.step.sampling.sample import SampleInputs, sample
 from jpaged.step.state import NO_TOKEN

@@ -16,6 +16,7 @@ from jpaged.record.trace import Trace, made_by
 from jpaged.runtime import programs
 from jpaged.runtime.host_pool import HostPool
 from jpaged.runtime.prepare import branch
+from jpaged.runtime.programs import Programs
 from jpaged.step import NO_UID, EngineState, StepRecord, make_state
 
 
@@ -45,27 +46,32 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
     batch_size = max((len(given.batch.uid) for given in trace.inputs if isinstance(given, Submit)), default=0)
     rows = config.max_num_seqs + config.max_queue
     state = _empty(trace)
+    compiled = Programs.of(decoder, params, state)
+
+    def run(function: Any, argument: Any) -> Any:
+        return compiled.of_state(function, argument)(state, argument)
+
     host_pool = None if state.swap is None else HostPool(state.pool, state.swap.num_chunks)
     for given in trace.inputs:
         if until is not None and done == until:
             break
         match given:
             case Submit():
-                state, _ = programs.put(state, given.padded(batch_size, config.max_model_len))
+                state, _ = run(programs.put, given.padded(batch_size, config.max_model_len))
             case Fork():
-                state, _ = programs.branch(state, branch(given.uid, given.new_uid, given.seed))
+                state, _ = run(programs.branch, branch(given.uid, given.new_uid, given.seed))
             case Abort(uids):
                 for first in range(0, len(uids), rows):
                     some = uids[first : first + rows]
                     named = np.full(rows, NO_UID, np.int32)
                     named[: len(some)] = some
-                    state, _ = programs.drop(state, named)
+                    state, _ = run(programs.drop, named)
             case Burst(budget, steps):
                 if host_pool is not None:
-                    state, (_, moves) = programs.make_room(state, np.int32(config.steps_per_burst or 1))
+                    state, (_, moves) = run(programs.make_room, np.int32(config.steps_per_burst or 1))
                     state = replace(state, pool=host_pool.move(state.pool, jax.device_get(moves)))
                 steps = min(steps, left - done)
-                state, records, _ = programs.burst(decoder, params, state, budget=budget, steps=steps)
+                state, records, _ = compiled.burst(budget, steps)(params, state)
                 _compare(trace, done, jax.device_get(records))
                 done += steps
             case ResetPrefixCache():

@@ -33,14 +33,14 @@ from jpaged.request import Request
 from jpaged.step.sharing.index import token_hash
 
 FORMAT = "jpaged-engine"
-VERSION = 2
+VERSION = 3
 ENGINE_FILE = "engine.json"
 #: Fields of the configuration that may be others when the engine goes on. They change no token.
 FREE_FIELDS = frozenset(
     {
         "num_pages", "pool_bytes", "gpu_memory_utilization", "max_num_batched_tokens", "token_budgets",
         "steps_per_burst", "admission", "victim", "preemption", "swap_space_bytes", "swap_page_cost",
-        "compilation_cache",
+        "compilation_cache", "async_scheduling",
     }
 )  # fmt: skip
 _POLICIES = ("admission", "victim")
@@ -56,6 +56,7 @@ class HeldRequest:
     uids: tuple[int, ...]  # of its continuations that have not ended
     indices: tuple[int, ...]  # of the same
     pending: tuple[int, ...]  # uids that are on the host's queue, not in the state
+    before: tuple[tuple[int, ...], ...]  # of the same as `uids`: what the parent of a branch had generated
     events: tuple[TokenEvent, ...]
 
 

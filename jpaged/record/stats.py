@@ -25,6 +25,22 @@ class TokenEvent:
     candidates: tuple[Sequence[int], Sequence[float]] | None = None  # for its next token, and their log-probabilities
 
 
+@dataclass(slots=True)
+class Piece:
+    """What one continuation of a request got in one burst: tokens, its end, candidates, or some of these."""
+
+    request_id: str
+    index: int  # of the continuation
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason | None
+    stop_reason: int | None
+    num_cached_tokens: int  # of the request's prompt, found computed
+    candidates: tuple[Sequence[int], Sequence[float]] | None  # for its next token, and their log-probabilities
+    at: float  # seconds of a monotonic clock, when the host read it
+    lost: bool = False  # the engine's state was lost, and this request cannot be computed again
+
+
 @dataclass(frozen=True)
 class StepStats:
     """What one step did, measured on the device from the page tables."""

@@ -11,7 +11,7 @@ tables follow from the records.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -62,10 +62,19 @@ class Trace:
 
     # -- while the engine runs
 
-    def add_burst(self, budget: int, records: StepRecord) -> None:
-        """A burst that was run, and the records of its steps, stacked `[steps, ...]`, as numpy arrays."""
-        self.inputs.append(Burst(budget, records.uid.shape[0]))
+    def begin_burst(self, budget: int, steps: int) -> Burst:
+        """Notes a burst that was started; `end_burst` follows when its records are read."""
+        burst = Burst(budget, steps)
+        self.inputs.append(burst)
+        return burst
+
+    def end_burst(self, records: StepRecord) -> None:
+        """Takes the records of the oldest burst whose records are missing, stacked `[steps, ...]`, as numpy arrays."""
         self.records += unstacked(records)
+
+    def forget_bursts(self, bursts: Sequence[Burst]) -> None:
+        """Forgets bursts whose records will never be read, because the state was lost. A `Restart` follows."""
+        self.inputs = [told for told in self.inputs if not any(told is burst for burst in bursts)]
 
     # -- a look inside
 

@@ -1,11 +1,13 @@
-"""What came out of requests so far: events of the engine become texts and outputs, and rounds of a beam search."""
+"""What came out of requests so far, as texts: pieces of the engine become outputs, and rounds of a beam search."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from jpaged.record.stats import TokenEvent
+from jpaged.record.stats import Piece, TokenEvent
 from jpaged.request import (
     BeamSearchOutput,
     BeamSearchParams,
@@ -18,6 +20,7 @@ from jpaged.request import (
     RequestOutput,
 )
 from jpaged.runtime.beam_search import Beam, BeamSearch, Candidates
+from jpaged.runtime.books import Progress
 from jpaged.runtime.engine import Engine
 from jpaged.runtime.prepare import stop_ids
 from jpaged.text.detokenize import IncrementalDetokenizer
@@ -26,14 +29,43 @@ from jpaged.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """A piece of one continuation of a prompt: what came since its last event."""
+    """A piece of one continuation of a prompt: what came since its last event. It never changes afterwards."""
 
     index: int  # of the prompt in the call
     delta_text: str
     delta_token_ids: tuple[int, ...]
-    finished: bool  # whether this continuation has ended; `output.finished`: all of the prompt's
-    output: RequestOutput  # all of it so far
-    continuation: int = 0  # its index in `output.outputs`
+    finished: bool  # whether this continuation has ended; `all_finished`: all of the prompt's
+    continuation: int  # its index in `output.outputs`
+    all_finished: bool
+    request_id: str
+    _moment: Moment
+
+    @cached_property
+    def output(self) -> RequestOutput:
+        """All of the prompt's output up to this piece. Made when it is asked for."""
+        return self._moment.output()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How far an output had come. What it grows in is only ever added to, so this is a few numbers."""
+
+    of: Output
+    sizes: tuple[tuple[int, int, float, FinishReason | None, int | None], ...]  # see `_Continuation.size`
+    metrics: RequestMetrics
+    num_cached_tokens: int
+
+    def output(self) -> RequestOutput:
+        request, sizes = self.of.request, self.sizes
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[one.completion(*size) for one, size in zip(self.of.continuations, sizes, strict=True)],
+            finished=all(reason is not None for *_, reason, _ in sizes),
+            metrics=replace(self.metrics),
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
 
 class Output:
@@ -42,71 +74,107 @@ class Output:
     def __init__(self, number: int, request: Request, tokenizer: Tokenizer):
         self.number = number
         self.request = request
-        self.events: list[TokenEvent] = []
-        self._continuations = [_Continuation(index, request, tokenizer) for index in range(request.params.n)]
+        self.continuations = [_Continuation(index, request, tokenizer) for index in range(request.params.n)]
         self._metrics = RequestMetrics(arrival_s=time.monotonic())
         self._cached_tokens = 0
+        self._left = len(self.continuations)  # that have not ended
 
     @property
     def finished(self) -> bool:
-        return all(continuation.completion.finished() for continuation in self._continuations)
+        return self._left == 0
 
-    def add(self, events: list[TokenEvent]) -> list[StreamEvent]:
-        """What is new, a piece of each continuation that got something."""
-        self.events.extend(events)
-        of_each: dict[int, list[TokenEvent]] = {}
+    def add(self, piece: Piece) -> StreamEvent:
+        """Takes up what came out, and says what is new."""
+        one, metrics = self.continuations[piece.index], self._metrics
+        if piece.index == 0 and piece.finish_reason is not FinishReason.ABORT:  # the others begin with its pages
+            self._cached_tokens = piece.num_cached_tokens
+        if piece.token_ids and metrics.first_token_s is None:
+            metrics = replace(metrics, first_token_s=piece.at)
+        delta = one.add(piece)
+        if piece.finish_reason is not None:
+            self._left -= 1
+            if self.finished:
+                metrics = replace(metrics, finished_s=piece.at)
+        self._metrics = metrics
+        sizes = tuple(continuation.size for continuation in self.continuations)
+        return StreamEvent(
+            self.number, delta, tuple(piece.token_ids), piece.finish_reason is not None, piece.index, self.finished,
+            self.request.request_id, Moment(self, sizes, metrics, self._cached_tokens),
+        )  # fmt: skip
+
+    def take_up(self, events: Iterable[TokenEvent]) -> StreamEvent | None:
+        """Takes up what an engine gave out before it was saved; the last piece, None where there was nothing."""
+        progress = [Progress(index) for index in range(len(self.continuations))]
         for event in events:
-            of_each.setdefault(event.index, []).append(event)
-            if event.index == 0:  # the others begin with its pages
-                self._cached_tokens = event.num_cached_tokens
-            if event.token_id is not None and self._metrics.first_token_s is None:
-                self._metrics.first_token_s = time.monotonic()
-        return [self._piece(index, own) for index, own in of_each.items()]
+            progress[event.index].add([event])
+        last = None
+        for one in progress:
+            if one.token_ids or one.finish_reason is not None:
+                last = self.add(
+                    Piece(
+                        self.request.request_id, one.index, one.token_ids, one.logprobs, one.finish_reason,
+                        one.stop_reason, one.num_cached_tokens, None, time.monotonic(),
+                    )
+                )  # fmt: skip
+        return last
 
-    def _piece(self, index: int, events: list[TokenEvent]) -> StreamEvent:
-        delta, ids = self._continuations[index].add(events)
-        outputs = [continuation.completion for continuation in self._continuations]
-        if self.finished:
-            self._metrics.finished_s = time.monotonic()
-        output = RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=list(self.request.prompt_token_ids),
-            outputs=outputs,
-            finished=self.finished,
-            metrics=self._metrics,
-            num_cached_tokens=self._cached_tokens,
-        )
-        return StreamEvent(self.number, delta, ids, outputs[index].finished(), output, index)
+    def events(self) -> list[TokenEvent]:
+        """What `take_up` takes."""
+        return [event for one in self.continuations for event in one.progress.events(self.request.request_id)]
 
 
 class _Continuation:
     """One continuation as it grows."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer):
-        self.completion = CompletionOutput(index, "", [], 0.0, [])
+        self.progress = Progress(index)
+        self._texts: list[str] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None if request.params.logprobs is None else []
+        self._sum = 0.0
         self._tokenizer = tokenizer
-        self._text = IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
 
-    def add(self, events: list[TokenEvent]) -> tuple[str, tuple[int, ...]]:
-        """The text and the ids that are new."""
-        completion, delta, ids = self.completion, "", []
-        for event in events:
-            completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
-            if event.token_id is None:
-                continue
-            ids.append(event.token_id)
-            # The token that stopped it is one of token_ids, not of the text.
-            if event.finish_reason != FinishReason.STOP:
-                delta += self._text.push([event.token_id])
-            decoded = self._tokenizer.decode([event.token_id], skip_special_tokens=False)
-            completion.logprobs.append({event.token_id: Logprob(event.logprob, decoded)})
-            completion.cumulative_logprob += event.logprob
-        if completion.finished():
-            delta += self._text.finish()
-        completion.text += delta
-        completion.token_ids.extend(ids)
-        return delta, tuple(ids)
+    def add(self, piece: Piece) -> str:
+        """The text that is new."""
+        progress, ids = self.progress, piece.token_ids
+        progress.token_ids += ids
+        progress.logprobs += piece.logprobs
+        progress.finish_reason, progress.stop_reason = piece.finish_reason, piece.stop_reason
+        progress.num_cached_tokens = piece.num_cached_tokens
+        for logprob in piece.logprobs:
+            self._sum += logprob
+        if self._logprobs is not None:
+            for token, logprob in zip(ids, piece.logprobs, strict=True):
+                decoded = self._tokenizer.decode([token], skip_special_tokens=False)
+                self._logprobs.append({token: Logprob(logprob, decoded)})
+        if piece.finish_reason is None:
+            delta = self._detokenizer.push(ids)
+        else:  # the token that stopped it is one of token_ids, not of the text
+            shown = ids[:-1] if piece.finish_reason is FinishReason.STOP else ids
+            delta = self._detokenizer.push(shown) + self._detokenizer.finish()
+        if delta:
+            self._texts.append(delta)
+        return delta
+
+    @property
+    def size(self) -> tuple[int, int, float, FinishReason | None, int | None]:
+        """Tokens, pieces of text, the sum of log-probabilities, and how it ended."""
+        progress = self.progress
+        return len(progress.token_ids), len(self._texts), self._sum, progress.finish_reason, progress.stop_reason
+
+    def completion(
+        self, tokens: int, texts: int, total: float, finish_reason: FinishReason | None, stop_reason: int | None
+    ) -> CompletionOutput:
+        """The output when it was of that `size`."""
+        return CompletionOutput(
+            self.progress.index,
+            "".join(self._texts[:texts]),
+            self.progress.token_ids[:tokens],
+            total,
+            None if self._logprobs is None else self._logprobs[:tokens],
+            finish_reason,
+            stop_reason,
+        )
 
 
 class Beams:
@@ -124,24 +192,26 @@ class Beams:
     def finished(self) -> bool:
         return self._search.finished
 
-    def add(self, events: list[TokenEvent]) -> list[BeamSearchOutput]:
+    def add(self, piece: Piece) -> BeamSearchOutput | None:
+        """Takes up what came out; the output when the search ends with it."""
         search = self._search
-        for event in events:
-            if event.candidates is not None:  # again, if it was preempted: the same
-                self._offers[event.index] = Candidates(*event.candidates)
-            elif event.finish_reason is not None and not self.finished:
-                search.end(event.finish_reason)
+        if self.finished:  # a beam that was given up with the others
+            return None
+        if piece.candidates is not None:  # again, if it was preempted: the same
+            self._offers[piece.index] = Candidates(*piece.candidates)
+        elif piece.finish_reason is not None:
+            search.end(piece.finish_reason)
         if not self.finished and len(self._offers) == self._awaited:
             moves = search.advance([self._offers[index] for index in range(len(search.beams))])
             self._awaited, self._offers = len(moves), {}
             if moves:
                 self._engine.advance(self._request.request_id, moves)
         if not self.finished:
-            return []
-        self._engine.abort([self._request.request_id])
+            return None
+        self._engine.abort(self._request.request_id)
         request, penalty = self._request, search.params.length_penalty
         sequences = [self._sequence(beam, beam.score(penalty)) for beam in search.best()]
-        return [BeamSearchOutput(request.request_id, request.prompt, list(request.prompt_token_ids), sequences)]
+        return BeamSearchOutput(request.request_id, request.prompt, list(request.prompt_token_ids), sequences)
 
     def _sequence(self, beam: Beam, score: float) -> BeamSearchSequence:
         text = IncrementalDetokenizer(self._tokenizer, self._request.prompt_token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,17 +42,19 @@ def check_request(request: Request, model: ModelConfig, *, max_model_len: int, p
 
 def fill_row(
     batch: Any, place: int, uid: int, request: Request, model: ModelConfig, *, max_model_len: int, seed: int,
-    namespace: int, parent: int = NO_UID,
+    namespace: int, parent: int = NO_UID, generated: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """Writes `request` into row `place` of a `Submission` of numpy arrays. `seed` is used where it names none; `parent`
-    is the uid of another continuation of the same prompt."""
+    is the uid of another continuation of the same prompt; `generated` are tokens that the request has got already."""
     params, prompt = request.params, request.prompt_token_ids
     stops = stop_ids(request.params, model)
     new_tokens = max_model_len if params.max_tokens is None else params.max_tokens
     batch.valid[place] = True
     batch.uid[place] = uid
     batch.tokens[place, : len(prompt)] = prompt
-    batch.num_tokens[place] = batch.prompt_len[place] = len(prompt)
+    batch.tokens[place, len(prompt) : len(prompt) + len(generated)] = generated
+    batch.num_tokens[place] = len(prompt) + len(generated)
+    batch.prompt_len[place] = len(prompt)
     batch.max_len[place] = min(max_model_len, len(prompt) + new_tokens)
     batch.min_len[place] = min(max_model_len, len(prompt) + params.min_tokens)
     batch.stop_ids[place, : len(stops)] = stops

@@ -57,8 +57,8 @@ def make_state(
         )
     # Without what no array depends on, so that configurations that differ in it have one program.
     sizes = replace(
-        config, seed=0, token_budgets=None, steps_per_burst=None, pool_bytes=None, gpu_memory_utilization=1.0,
-        dtype="auto", compilation_cache=True,
+        config, seed=0, token_budgets=None, steps_per_burst=None, async_scheduling=None, pool_bytes=None,
+        gpu_memory_utilization=1.0, dtype="auto", compilation_cache=True,
         max_num_batched_tokens=config.max_num_batched_tokens if config.trace else 1,
     )  # fmt: skip
     make = partial(_arrays, sizes, layers, kv_heads, head_dim, jnp.dtype(dtype))

@@ -18,7 +18,7 @@ LAYERS = [
     {"jpaged.bench", "jpaged.serve"},
     {"jpaged.llm", "jpaged.baseline"},
     {"jpaged.inputs", "jpaged.saved_llm"},
-    {"jpaged.viz", "jpaged.record.replay", "jpaged.runtime.outputs", "jpaged.simulate"},
+    {"jpaged.viz", "jpaged.record.replay", "jpaged.runtime.outputs", "jpaged.runtime.streams", "jpaged.simulate"},
     {"jpaged.runtime"},
     {"jpaged.record"},
     {"jpaged.text", "jpaged.runtime.sizing", "jpaged.runtime.host_pool", "jpaged.runtime.programs"},

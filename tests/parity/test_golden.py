@@ -95,7 +95,10 @@ def test_messages_and_texts_become_the_same_tokens_and_text():
     assert chats and texts
     config = replace(SMALL, page_size=64, num_pages=None, pool_bytes=200_000_000, max_model_len=None)
     with LLM("smollm2-135m", config=config) as llm:
-        params = [[SamplingParams(temperature=0, max_tokens=c["max_tokens"]) for c in some] for some in (chats, texts)]
+        params = [
+            [SamplingParams(temperature=0, max_tokens=c["max_tokens"], logprobs=0) for c in some]
+            for some in (chats, texts)
+        ]
         answers = llm.chat([c["messages"] for c in chats], params[0], use_tqdm=False)
         answers += llm.generate([c["prompt"] for c in texts], params[1], use_tqdm=False)
         for case, answer in zip(chats + texts, answers, strict=True):

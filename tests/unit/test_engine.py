@@ -4,6 +4,7 @@ is lost, stale or someone else's shows in what it emits."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from support.stubs import ScriptDecoder, Traces
 
 from jpaged.baseline.static import StaticEngine
 from jpaged.request import FinishReason, Request, SamplingParams
+from jpaged.runtime import engine as engine_module
 from jpaged.runtime import sizing
 from jpaged.runtime.engine import Engine
 from jpaged.step import violations
@@ -270,11 +272,12 @@ def test_a_row_of_nan_fails_alone():
         assert [e.token_id for e in events if e.request_id == name] == alone(READER, prompt, 8)
 
 
-def test_a_failing_device_call_loses_requests_and_not_the_engine(monkeypatch):
-    """JX-03: the pool was donated to a call that raised; the next requests run on a new one."""
+def test_a_failing_device_call_loses_no_request(monkeypatch):
+    """JX-03: the pool was donated to a call that raised; requests go on in a new one, from what they had got."""
     engine = make()
     engine.submit(request("a", [1, 2]))
-    program = engine.program
+    before = [event.token_id for _ in range(3) for event in engine.burst()]
+    program = engine.device.program
 
     def failing(budget, candidates):
         def call(params, state):
@@ -283,29 +286,39 @@ def test_a_failing_device_call_loses_requests_and_not_the_engine(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(engine, "program", failing)
-    with pytest.raises(RuntimeError, match="fell over"):
+    monkeypatch.setattr(engine.device, "program", failing)
+    with pytest.raises(RuntimeError, match="fell over") as failed:
         engine.burst()
+    assert "1 requests are computed again" in failed.value.__notes__[0]
     monkeypatch.undo()
-    assert not engine.has_work
-    engine.submit(request("a", [1, 2]))
-    assert drain(engine)["a"] == alone(READER, [1, 2], 8)
+    assert 0 < len(before) < 8 and before + drain(engine)["a"] == alone(READER, [1, 2], 8)
     assert engine.stats().in_use_pages == 0
 
 
 def test_an_interrupt_leaves_an_engine_that_works(monkeypatch):
     engine = make()
-    for one in mix(5):
+    requests = mix(5)
+    for one in requests:
         engine.submit(one)
-    engine.burst()
-    read = engine._read
-    monkeypatch.setattr(engine, "_read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
+    got = {one.request_id: [] for one in requests}
+    for event in engine.burst():
+        got[event.request_id].append(event.token_id)
+    figures = engine_module.figures_of_steps
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupted(*arguments):
+        for interrupt in interrupts:
+            raise interrupt
+        return figures(*arguments)
+
+    monkeypatch.setattr(engine_module, "figures_of_steps", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
         engine.burst()
-    monkeypatch.setattr(engine, "_read", read)
-    assert engine.stats().in_use_pages == 0 and not engine.has_work
-    engine.submit(request("a", [3]))
-    assert drain(engine)["a"] == alone(READER, [3], 8)
+    assert "state is whole; requests that were lost: none" in caught.value.__notes__[0]
+    for name, tokens in drain(engine).items():
+        got[name] += tokens
+    assert got == {r.request_id: alone(READER, r.prompt_token_ids, r.params.max_tokens) for r in requests}
+    assert engine.stats().in_use_pages == 0
 
 
 def test_stop_tokens_and_reasons():
@@ -351,19 +364,9 @@ def card(monkeypatch, *, limit: int, held: int, total: int = 80 * GB):
 
 def sized(monkeypatch, utilization: float) -> Engine:
     # The card's pool is not this machine's: sizes are worked out, the arrays are not made.
-    monkeypatch.setattr(Engine, "_make_state", lambda self, config: None)
-    monkeypatch.setattr(Engine, "_lower", lambda self, config, budget: _Compiled())
+    monkeypatch.setattr(engine_module, "DeviceSide", lambda *_: SimpleNamespace(nothing=lambda: None))
+    monkeypatch.setattr(engine_module, "temporary_bytes", lambda *_: lambda config: 3 * GB)
     return make(num_pages=None, gpu_memory_utilization=utilization)
-
-
-class _Compiled:
-    temp_size_in_bytes = 3 * GB
-
-    def compile(self):
-        return self
-
-    def memory_analysis(self):
-        return self
 
 
 def test_a_pool_takes_what_can_be_had_of_a_card(monkeypatch):

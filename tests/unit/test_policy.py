@@ -36,13 +36,13 @@ def submit(engine: Engine, name: str, prompt, tokens: int = 6, priority: int = 0
 def ends(engine: Engine, at_burst=lambda burst: None) -> list[str]:
     """The requests in the order in which they ended, each checked against what it gets alone."""
     ended, tokens, burst = [], {}, 0
-    prompts = {request.request_id: request for request in engine._requests.values()}
+    prompts = {request.request_id: request for request, _ in engine.unfinished()}
     while engine.has_work:
         for event in engine.burst():
             tokens.setdefault(event.request_id, []).append(event.token_id)
             if event.finish_reason is not None:
                 ended.append(event.request_id)
-        prompts |= {request.request_id: request for request in engine._requests.values()}
+        prompts |= {request.request_id: request for request, _ in engine.unfinished()}
         at_burst(burst)
         burst += 1
         assert burst < 500, "the engine makes no progress"

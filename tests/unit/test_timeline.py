@@ -38,7 +38,8 @@ def add_step(
     scalars = {name: np.asarray(value)[None] for name, value in vars(zeros).items() if value is not None}
     step = {"uid": uid, "scheduled": scheduled, "sampled": sampled, "finish": finish, "decisions": decisions}
     step |= {"left": left, "to_host": left > 0}
-    trace.add_burst(4, StepRecord(**scalars | step))
+    trace.begin_burst(4, 1)
+    trace.end_burst(StepRecord(**scalars | step))
 
 
 def trace_of(requests: int, *, slots: int = 2, after: int = 0) -> Trace:
