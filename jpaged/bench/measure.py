@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from jpaged.bench.workload import Workload, WorkloadRequest
 from jpaged.request import FinishReason, Request, SamplingParams
+from jpaged.runtime.engine import Engine
 
 
 class ServingEngine(Protocol):
@@ -129,6 +131,8 @@ class EngineAdapter:
     ):
         self.name = name
         self.engine = engine
+        # As `LLM.generate` does. Static batching has its own schedule.
+        self._burst = partial(engine.burst, ahead=True) if isinstance(engine, Engine) else engine.burst
         self._page_size = page_size
         self._clock = clock
         self._sleep = sleep
@@ -170,7 +174,7 @@ class EngineAdapter:
                 if pending:
                     self._sleep(max(0.0, pending[-1].arrival_s - now))
                 continue
-            events = list(engine.burst())
+            events = list(self._burst())
             now = clock() - start
             for event in events:
                 log[event.request_id].note(event, now)

@@ -128,7 +128,8 @@ def _next_arrival(asked: Asked, arrival: Clock, run: Run) -> Clock:
 
 
 def _feed(asked: Asked, arrival: Clock, run: Run) -> Run:
-    """Gives the state those who have arrived, while there are free rows; as `Engine` does before each burst."""
+    """Gives the state the requests that have arrived, by priority, while there are free rows. `Engine` does so before
+    each burst in the order of its policy, which is the same where all that wait find a row."""
     arrived = _arrived(asked, arrival, run.now)
     waiting = jnp.sum(arrived - run.fed, dtype=jnp.int32)
     free = jnp.sum(run.state.requests.status == Status.FREE, dtype=jnp.int32)
