@@ -67,7 +67,7 @@ _MODELS = {
 PROGRAMS: dict[str, list] = {
     **_MODELS,
     **{f"{name}-2": _of_two_layers(programs) for name, programs in _MODELS.items()},
-    "scheduling": [Sizes(16, 64, 1000), Sizes(256, 4096, 30_000)],
+    "scheduling": [Sizes(256, 4096, 30_000)],
 }
 
 

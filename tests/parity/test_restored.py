@@ -1,4 +1,4 @@
-"""A state of the tiny model that is saved in the middle, and gone on with: here and over two devices."""
+"""The tiny model over two devices, and a state that is saved in the middle and goes on: here and over two devices."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ SHAPE = {"layers": TINY.num_layers, "kv_heads": TINY.num_kv_heads, "head_dim": T
 BUDGET, STEPS = 24, 60
 
 
+ALIKE = list(range(3, 12))
+ASKS = [
+    Ask(i + 1, [*ALIKE, *(np.random.default_rng(i).integers(0, 256, 1 + 3 * i).tolist())], 30 + i, temperature=i % 2,
+        seed=i)
+    for i in range(4)
+]  # fmt: skip
+
+
 def test_the_tiny_model_goes_on_with_its_tokens_here_and_over_two_devices(tmp_path):
     """Greedy and sampled, beginning alike, in a pool that is too small for all. Catches: keys or values in another
     page, layer or head than they were; a pool that is whole on each device; a state that is laid out otherwise than it
-    was asked for."""
+    was asked for. And of the same requests from their beginning, over two devices with one of two KV heads each: a head
+    that meets another device's keys, a sum over the devices left out or done twice."""
     decoder, params = tiny_decoder(TINY)
     driver = Driver(CONFIG, decoder, params, **SHAPE)
-    rng = np.random.default_rng(0)
-    alike = rng.integers(0, 256, 9).tolist()
-    driver.submit(
-        *(
-            Ask(i + 1, [*alike, *rng.integers(0, 256, 1 + 3 * i).tolist()], 30 + i, temperature=i % 2, seed=i)
-            for i in range(4)
-        )
-    )
+    driver.submit(*ASKS)
     for _ in range(9):
         driver.step()
     packed = pack_state(driver.state)
     driver.until_done()
     expected = np.asarray(driver.state.requests.tokens).tolist()
+    expected_logprobs = {uid: [*got.logprobs] for uid, got in driver.got.items()}
 
     here = Driver(CONFIG, decoder, params, **SHAPE)
     here.state, here.got = unpack_state(packed, make_state(CONFIG, **SHAPE)), driver.got
@@ -49,9 +52,18 @@ def test_the_tiny_model_goes_on_with_its_tokens_here_and_over_two_devices(tmp_pa
     assert np.asarray(here.state.requests.tokens).tolist() == expected
     assert int(here.state.counters.steps) == int(driver.state.counters.steps)
 
-    file, script = tmp_path / "packed.npz", Path(__file__).with_name("restored_engine.py")
+    file, script = tmp_path / "packed.npz", Path(__file__).with_name("two_devices.py")
     np.savez(file, **packed)
     result = subprocess.run([sys.executable, str(script), str(file)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     found = json.loads(result.stdout.splitlines()[-1])
-    assert found == {"tokens": expected, "heads_on_a_device": 1, "violations": [], "differ": []}
+    logprobs = found.pop("logprobs")
+    assert found == {
+        "tokens": expected,
+        "from_the_start": expected,
+        "heads_on_a_device": 1,
+        "violations": [],
+        "differ": [],
+    }
+    for uid, numbers in expected_logprobs.items():
+        np.testing.assert_allclose(logprobs[str(uid)], numbers, atol=1e-4)
