@@ -141,7 +141,7 @@ def test_two_at_once_both_succeed(index, tmp_path):
     barrier, found, plain = threading.Barrier(4), [], index.run
 
     def together(command, **options):
-        barrier.wait(timeout=10)
+        barrier.wait()
         return plain(command, **options)
 
     fetch.subprocess.run = together  # the fixture's monkeypatch puts the real one back
@@ -149,7 +149,7 @@ def test_two_at_once_both_succeed(index, tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join()
     assert len(found) == 4
     assert len(set(found)) == 1
     assert found[0].read_bytes() == GGUF
