@@ -26,6 +26,21 @@ BUILTIN_MODEL = "smollm2-135m"
 MODEL_HELP = "Built-in name, directory, .gguf file or hub id."
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jpaged {_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serve language models from a paged KV cache, scheduled inside one compiled JAX step."""
+
+
 @app.command()
 def version() -> None:
     """Print the versions of jpaged and of JAX, and the devices JAX finds."""
@@ -96,7 +111,7 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw page occupancy over the steps there.")] = None,
 ) -> None:
-    """Measure a workload, warm and with compile time apart; the last line printed is the report as JSON.
+    """Measure a workload, warm and with compile time apart. In a file or a pipe the last line is the report as JSON.
 
     Each engine runs in a process of its own. The exit status is 1 if a request failed, if a program was
     compiled while the clock ran, or if the engines disagree on a token.
@@ -152,8 +167,10 @@ def bench(
             figure.savefig(plot)
         if json_file is not None:
             report.write(json_file)
-        report.print(Console())
-        typer.echo(report.last_line())
+        console = Console()
+        report.print(console)
+        if not console.is_terminal:  # there the line would fill a page; --json writes it to a file
+            typer.echo(report.last_line())
     if report.problems:
         raise typer.Exit(1)
 

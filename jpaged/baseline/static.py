@@ -139,7 +139,7 @@ class StaticEngine:
         self._pending: deque[Request] = deque()
         self._state: StaticState | None = None
         self._running: dict[int, Request] = {}  # by row
-        self._size = self._chunks = self._chunk = self._step = 0
+        self._size = self._chunks = self._chunk = self._step = self._longest = 0
         self._useful = self._wasted = self._prompt_tokens = 0
 
     def check(self, request: Request) -> None:
@@ -203,6 +203,7 @@ class StaticEngine:
                 rows, place, place, request, self.model_config, max_model_len=self.max_model_len,
                 seed=int(self._seeds.integers(2**32)), namespace=0,
             )  # fmt: skip
+        self._longest = int(rows.max_len[: self._size].max())
         self._prompt_tokens += int(rows.prompt_len.sum())
         self._chunks = -(-int(rows.prompt_len.max()) // CHUNK)
         self._chunk = self._step = 0
@@ -275,6 +276,7 @@ class StaticEngine:
                 budget=computed,
                 admitted=self._size if self._chunk == 1 and self._step == 0 else 0,
                 preempted=0,
+                longest_of_batch_tokens=self._size * self._longest,
             )
         )
 

@@ -54,6 +54,7 @@ class StepSample:
     tokens_in_pages: int  # tokens whose keys and values are stored in them
     scheduled_tokens: int  # tokens this step computed for requests
     budget: int  # tokens this step computed in all, padding included
+    longest_of_batch_tokens: int = 0  # as in `StepStats`; of static batching only
 
     @classmethod
     def of(cls, stats: Any) -> StepSample:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +35,9 @@ class KVShare:
 
     Allocated is the whole pool; reserved are the slots of the pages that requests own; used are the slots in
     which a token's keys and values are stored. All three are read from the page tables. The peak is the most of any
-    step, in pages of `page_size` tokens; static batching has a page a row.
+    step, in pages of `page_size` tokens; static batching has a page a row, of `max_model_len` tokens.
+    `longest_of_batch_tokens_mean` is what static batching would reserve if a row got only what the longest request of
+    its batch may need; None for other engines. Such a baseline computes the same tokens in the same steps.
     """
 
     allocated_tokens: int
@@ -42,6 +45,7 @@ class KVShare:
     reserved_pages_peak: int
     reserved_tokens_mean: float
     used_tokens_mean: float
+    longest_of_batch_tokens_mean: float | None = None
 
     @classmethod
     def of(cls, history: Sequence[StepSample], *, num_pages: int, page_size: int) -> KVShare:
@@ -53,11 +57,13 @@ class KVShare:
             reserved_pages_peak=max((s.pages_in_use for s in busy), default=0),
             reserved_tokens_mean=sum(s.pages_in_use for s in busy) * page_size / count,
             used_tokens_mean=sum(s.tokens_in_pages for s in busy) / count,
+            longest_of_batch_tokens_mean=sum(s.longest_of_batch_tokens for s in busy) / count or None,
         )
 
-    def to_json(self) -> dict[str, float]:
-        used, reserved = self.used_tokens_mean, self.reserved_tokens_mean
+    def to_json(self) -> dict[str, float | None]:
+        used, reserved, longest = self.used_tokens_mean, self.reserved_tokens_mean, self.longest_of_batch_tokens_mean
         return {
+            "used_of_longest_of_batch": None if longest is None else used / longest,
             **asdict(self),
             "reserved_tokens_peak": self.reserved_pages_peak * self.page_size,
             "used_of_reserved": used / reserved if reserved else 0.0,
@@ -226,74 +232,83 @@ class Report:
         Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
-        """The tables, and below them what is wrong with the numbers, if anything is."""
-        widen(console)
+        """The tables, and below them what is wrong with the numbers, if anything is. They fit into 80 columns."""
         console.print(self.table())
+        if self.ratios and len(self.runs) > 2:  # beside the runs they would not fit
+            console.print(self.ratio_table())
         for run in self.runs:
             if run.breakdown is not None:
-                console.print(breakdown_table(run.engine, run.breakdown))
+                for table in breakdown_tables(run.engine, run.breakdown):
+                    console.print(table)
         for problem in self.problems:
             console.print(f"warning: {problem}", markup=False, highlight=False, soft_wrap=True)
 
     def table(self) -> Table:
-        """The runs side by side, and the ratio of the first to each of the others."""
-        table = Table(title=_title(self.workload), title_justify="left")
+        """The runs side by side; where there are two, their ratio as well."""
+        return self._table(_ROWS, _title(self.workload), values=True, ratios=len(self.runs) == 2)
+
+    def ratio_table(self) -> Table:
+        """The ratios of the first run to each of the others."""
+        rows = [row for row in _ROWS if row[1] in RATIO_KEYS]
+        return self._table(rows, "ratios", values=False, ratios=True)
+
+    def _table(self, rows: Sequence[tuple], title: str, *, values: bool, ratios: bool) -> Table:
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("")
-        for run in self.runs:
+        for run in self.runs if values else ():
             table.add_column(run.engine, justify="right")
-        for run in self.runs[1:]:
+        found = list(self.ratios.values()) or [{} for _ in self.runs[1:]]  # none where a run is partial
+        for run in self.runs[1:] if ratios else ():
             table.add_column(f"{self.runs[0].engine} / {run.engine}", justify="right")
-        ratios = list(self.ratios.values()) or [{} for _ in self.runs[1:]]  # none where a run is partial
-        for label, key, show in _ROWS:
-            values = [_lookup(run, key) for run in self.runs]
-            if all(value is None for value in values):
+        for label, key, show in rows:
+            of_runs = [_lookup(run, key) for run in self.runs]
+            if all(value is None for value in of_runs):
                 continue
-            cells = ["-" if value is None else show(value) for value in values]
-            table.add_row(label, *cells, *(f"{ratio[key]:.2f}" if key in ratio else "" for ratio in ratios))
+            cells = ["-" if value is None else show(value) for value in of_runs] if values else []
+            table.add_row(label, *cells, *(f"{r[key]:.2f}" if key in r else "" for r in found if ratios))
         return table
 
 
-def breakdown_table(engine: str, breakdown: dict[str, Any]) -> Table:
-    """Where the time of a run went, from a `Breakdown` as JSON: in all, and in a step of each token budget."""
+def breakdown_tables(engine: str, breakdown: dict[str, Any]) -> list[Table]:
+    """Where the time of a run went, from a `Breakdown` as JSON: of the whole run, and of a step of each budget."""
     budgets = breakdown["profiled_by_budget"]
     bursts = sum(profile["bursts"] for profile in budgets.values())
-    table = Table(
-        title=f"{engine}: where the time goes, in all and in a step of so many tokens (ms)",
+    whole = Table(
+        title=f"{engine}: where the time of the run went",
         title_justify="left",
-        caption=f"From XLA's profile of {bursts} bursts of a second run, by which the run takes "
-        f"{_seconds(breakdown['profiled_wall_s'])}, scaled to the measured time. Profiling makes small operations "
-        "longer, so the share outside products is an upper bound; products are long operations, so the measured run "
-        "less their time is the better estimate. An attention kernel has products in it; it is not counted as one.",
+        caption=f"Shares of {bursts} profiled bursts of a second run, scaled to the measured time. Profiling makes "
+        "small operations longer, so their shares are upper bounds.",
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    for column in ("", "share", "time", *(f"{budget} tok" for budget in budgets)):
-        table.add_column(column, justify="right" if column else "left")
+    for column in ("", "share", "time"):
+        whole.add_column(column, justify="right" if column else "left")
     for key, share in breakdown["share"].items():
-        in_steps = (_milliseconds(profile["category_step_s"][key]) for profile in budgets.values())
-        table.add_row(_CATEGORIES[key], _percent(share), _seconds(breakdown["category_s"][key]), *in_steps)
-    in_steps = (_milliseconds(profile["step_s"]) for profile in budgets.values())
-    table.add_row("all", _percent(1), _seconds(breakdown["wall_s"]), *in_steps, end_section=True)
-    for label, key in (
-        ("outside products", "outside_products_share"),
-        ("outside products with weights", "outside_weight_products_share"),
-    ):
-        table.add_row(label, _percent(breakdown[key]), _seconds(breakdown[key] * breakdown["wall_s"]))
+        whole.add_row(_CATEGORIES[key], _percent(share), _seconds(breakdown["category_s"][key]))
+    whole.add_row("the whole run", _percent(1), _seconds(breakdown["wall_s"]), end_section=True)
     rest = breakdown["outside_products_of_run_share"]
-    table.add_row("run less profiled products", _percent(rest), _seconds(rest * breakdown["wall_s"]))
+    whole.add_row("measured time less profiled products", _percent(rest), _seconds(rest * breakdown["wall_s"]))
     kernel = breakdown["attention_kernel_s"]
-    table.add_row(
-        "that less the attention kernel",
+    whole.add_row(
+        "measured time less products and attention kernel",
         _percent(rest - kernel / breakdown["wall_s"]),
         _seconds(rest * breakdown["wall_s"] - kernel),
     )
-    table.add_row("steps of the run", "", "", *(_count(steps) for steps in breakdown["steps_by_budget"].values()))
-    return table
-
-
-def widen(console: Console) -> None:
-    """A file or a pipe has no width of its own; 80 columns would wrap the tables."""
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
+    steps = Table(
+        title="ms in a step, by token budget",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),  # nine columns, in 80
+    )
+    for column in ("tokens", "steps", "step", *(_SHORT[key] for key in breakdown["share"])):
+        steps.add_column(column, justify="right")
+    for budget, profile in budgets.items():
+        parts = (_milliseconds(profile["category_step_s"][key]) for key in breakdown["share"])
+        count = breakdown["steps_by_budget"].get(budget, 0)
+        steps.add_row(budget, _count(count), _milliseconds(profile["step_s"]), *parts)
+    return [whole, steps]
 
 
 def usable_cores() -> int:
@@ -341,11 +356,20 @@ def _bytes(value: float) -> str:
 
 _CATEGORIES = {
     "weight_products": "products with weights",
-    "attention_products": "products of attention",
-    "attention_kernel": "attention kernel",
-    "attention_other": "the rest of attention",
-    "other_operations": "other operations",
-    "between": "between operations",
+    "attention_products": "products of attention in XLA",
+    "attention_kernel": "attention kernel, its products included",
+    "attention_other": "other operations of attention",
+    "other_operations": "all other operations",
+    "between": "between operations: dispatch, host",
+}
+#: The same as the head of a narrow column.
+_SHORT = {
+    "weight_products": "weights",
+    "attention_products": "att. prod.",
+    "attention_kernel": "att. kernel",
+    "attention_other": "att. other",
+    "other_operations": "other",
+    "between": "between",
 }
 _ROWS = (
     ("output tokens/s", "output_tokens_per_s", lambda value: f"{value:.1f}"),
@@ -371,6 +395,8 @@ _ROWS = (
     ("KV tokens reserved, mean", "kv_share.reserved_tokens_mean", _count),
     ("KV tokens used, mean", "kv_share.used_tokens_mean", _count),
     ("used of reserved", "kv_share.used_of_reserved", _percent),
+    ("if by longest of batch, mean", "kv_share.longest_of_batch_tokens_mean", _count),
+    ("used of longest of batch", "kv_share.used_of_longest_of_batch", _percent),
     ("used of allocated", "kv_share.used_of_allocated", _percent),
     ("peak memory of the process", "peak_rss_bytes", _bytes),
 )

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jpaged.bench.hlo import report
-from jpaged.bench.report import usable_cores, widen
+from jpaged.bench.report import usable_cores
 from jpaged.config import EngineConfig
 from jpaged.models.nothing import NoModel
 from jpaged.step import EngineState, Submission, demand, make_state, step, submit
@@ -221,9 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number, sizes in enumerate(cases, start=1):
         rows.append(measure(sizes, steps=options.steps))
         print(f"{number} of {len(cases)}: {sizes}, {rows[-1]['step_ms']:.2f} ms", file=sys.stderr, flush=True)
-    console = Console()
-    widen(console)
-    console.print(table(rows))
+    Console().print(table(rows))
     found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "threads": usable_cores(), "rows": rows}
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

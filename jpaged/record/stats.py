@@ -57,6 +57,8 @@ class StepStats:
     pages_cached: int = 0  # pages that no table names and that can be found
     prefix_hits: int = 0  # tokens of prompts that were found computed
     swapped_out: int = 0  # of those preempted, requests whose pages went to the host
+    # tokens that a static baseline would reserve if each row of the batch got the longest request of that batch
+    longest_of_batch_tokens: int = 0
     swapped_in: int = 0  # requests resumed with pages from the host; not counted in `admitted`
 
     @classmethod

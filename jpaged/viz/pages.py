@@ -33,6 +33,8 @@ SQUARE_PAGES = 1024
 #: slots that a legend names; of the others it says how many there are. Where pages have no numbers, it names none that
 #: share a colour
 NAMED_SLOTS = 24
+#: pages that `plot_pages` draws at least, free ones at the end of the pool included
+_LEAST_SHOWN = 32
 
 
 class Picture(Figure):
@@ -201,15 +203,23 @@ def plot_pages(
     owners = page_owners(page_table, cached.size - 1)
     named = np.asarray(page_table)
     counts = np.bincount(named[named != SCRATCH_PAGE], minlength=cached.size)
-    columns = max(16, 1 << int(np.ceil(np.log2(4 * cached.size) / 2)))  # about four times as wide as high
-    lines = -(-cached.size // columns)
+    num_pages = cached.size - 1
+    # Of a large pool the free end is left out, so that the rest can be seen.
+    used = np.flatnonzero((owners >= 0) | cached)
+    shown = min(cached.size, max(_LEAST_SHOWN, 1 + int(used.max(initial=0))))
+    owners, counts, cached = owners[:shown], counts[:shown], cached[:shown]
+    if shown <= num_pages:
+        title = f"{title} (pages {shown} to {num_pages} are free)".strip()
+    columns = max(16, 1 << int(np.ceil(np.log2(4 * shown) / 2)))  # about four times as wide as high
+    lines = -(-shown // columns)
     height = float(np.clip(10 * lines / columns, 0.6, 4))
     figure = Picture(figsize=(11, height + 3.2), layout="constrained")
     over_time, grid = figure.subplots(2, 1, height_ratios=(2.4, height))
-    _draw_occupancy(over_time, history, cached.size - 1, page_size)
+    _draw_occupancy(over_time, history, num_pages, page_size)
     if step is not None:
         over_time.axvline(step, color=EDGE_COLOUR, linestyle="--", linewidth=1)
-    _draw_grid(grid, owners, counts, cached & (owners < 0), labels, columns, SCRATCH_PAGE)
+    hidden = num_pages + 1 - shown
+    _draw_grid(grid, owners, counts, cached & (owners < 0), labels, columns, SCRATCH_PAGE, hidden)
     grid.set_anchor("NW")
     legend, across = grid.get_legend(), 5
     assert legend is not None
@@ -240,13 +250,17 @@ def _draw_occupancy(axes: Axes, history: Sequence[PooledStep], num_pages: int, p
         steps_filled(axes, cached, in_use, CACHED_COLOUR, "cached")
         axes.set_xlim(0.5, len(history) + 0.5)
         words = (
-            f"on average {in_use.mean() / num_pages:.0%} of the pool is in use, and {share:.0%} of that holds tokens"
+            f"at most {int(in_use.max()):,} of {num_pages:,} pages in use, on average {in_use.mean():,.0f}; "
+            f"{share:.0%} of that holds tokens"
         )
         axes.set_title(words, loc="right", fontsize="small")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small", frameon=False)
+    # Scaled to the peak: a short run in a large pool would be a line at zero. The pool's size is in the title.
     axes.axhline(num_pages, color=EDGE_COLOUR, linewidth=1, linestyle=":")
-    axes.set_ylim(0, 1.05 * num_pages)
-    axes.set_ylabel(f"of {num_pages:,} pages")
+    axes.set_ylim(
+        0, min(1.05 * num_pages, 1.15 * max(1.0, cached.max(initial=0))) if len(history) else 1.05 * num_pages
+    )
+    axes.set_ylabel("pages")
     axes.set_xlabel("step")
 
 
@@ -258,8 +272,9 @@ def _draw_grid(
     labels: Sequence[str] | None,
     columns: int,
     scratch: int,
+    hidden: int = 0,
 ) -> None:
-    """One square a page, by owner; `cached` are pages of nobody's."""
+    """One square a page, by owner. `cached` pages have no owner; `hidden` free pages are not drawn."""
     total = counts.size
     lines = -(-total // columns)
     colours = [CACHED_COLOUR if cached[p] else FREE_COLOUR if o < 0 else _colour(o) for p, o in enumerate(owners)]
@@ -302,7 +317,7 @@ def _draw_grid(
         handles.append(Patch(facecolor="none", edgecolor="none", label=f"... and {len(others)} more ({pages})"))
     if cached.any():
         handles.append(Patch(facecolor=CACHED_COLOUR, edgecolor=EDGE_COLOUR, label=f"cached ({int(cached.sum())})"))
-    free = int((owners < 0).sum()) - 1 - int(cached.sum())
+    free = int((owners < 0).sum()) - 1 - int(cached.sum()) + hidden
     handles.append(Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, label=f"free ({free})"))
     if len(shared):
         handles.append(Patch(facecolor=FREE_COLOUR, edgecolor=EDGE_COLOUR, hatch=SHARED_HATCH, label="shared"))

@@ -259,7 +259,7 @@ def test_threads_are_cores(tmp_path):
 
 
 def test_convert_passes_its_arguments_on(monkeypatch, tmp_path):
-    import jpaged.models.load as loading
+    import jpaged.models.convert as loading
 
     seen = []
     monkeypatch.setattr(loading, "convert", lambda *arguments: seen.append(arguments) or arguments[1])
@@ -274,6 +274,8 @@ def test_version_names_the_device():
     assert result.exit_code == 0
     assert result.output.startswith("jpaged ")
     assert "jax 0." in result.output
+    option = invoke("--version")  # as every program has it; starts no JAX
+    assert option.exit_code == 0 and option.output == result.output.splitlines()[0] + "\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -1,6 +1,7 @@
 """What a run counts and what a report says of it, on an engine of plain Python with known numbers."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -84,7 +85,7 @@ class FakeEngine:
         self.history.append(
             SimpleNamespace(
                 step=self.steps, running=count, waiting=0, pages_in_use=2 * count, tokens_in_pages=5 * count,
-                scheduled_tokens=count, budget=4,
+                scheduled_tokens=count, budget=4, longest_of_batch_tokens=0,
             )
         )  # fmt: skip
         return events
@@ -249,6 +250,8 @@ def test_shares_are_means_over_the_steps_in_which_requests_run():
         "used_tokens_mean": 18.0,
         "used_of_reserved": 0.6,
         "used_of_allocated": 0.18,
+        "longest_of_batch_tokens_mean": None,
+        "used_of_longest_of_batch": None,
     }
     assert KVShare.of([], num_pages=10, page_size=10).to_json()["used_of_reserved"] == 0.0
 
@@ -307,55 +310,68 @@ def test_the_json_has_the_promised_keys_and_comes_back(tmp_path):
     assert Measurement.from_json(json.loads(json.dumps(measured.to_json()))) == measured
 
 
+def printed(made, width=80):
+    """What `made` prints on a terminal of so many columns, as lines."""
+    out = open_null()
+    made.print(Console(width=width, file=out))
+    return [line.strip() for line in out.getvalue().splitlines()]
+
+
+def cells(lines, label):
+    """The cells of the row that begins with `label`."""
+    (line,) = [line for line in lines if line.startswith(label + "  ")]
+    return re.split(r"\s{2,}", line)[1:]
+
+
 def test_the_table_compares_in_words():
     measured, _ = measure(workload())
-    out = open_null()
     slower = replace(measured, wall_s=8.0)
-    made = report(result(measured, "continuous"), result(slower, "static"))
-    Console(width=200, file=out).print(made.table())
-    text = out.getvalue()
-    assert "continuous / static" in text
-    (line,) = [line for line in text.splitlines() if "output tokens/s" in line]
-    assert [word for word in line.split() if word.replace(".", "").isdigit()] == ["7.2", "3.6", "2.00"]
+    lines = printed(report(result(measured, "continuous"), result(slower, "static")))
+    assert any("continuous / static" in line for line in lines)
+    assert cells(lines, "output tokens/s") == ["7.2", "3.6", "2.00"]
 
 
 def test_the_first_run_is_compared_with_each_of_the_others():
-    """Catches: a ratio that stands under another run's name, and a table of three runs without any."""
+    """Catches: a ratio that stands under another run's name, and a table of three runs that 80 columns cut."""
     measured, _ = measure(workload())
-    out = open_null()
-    runs = [result(replace(measured, wall_s=4.0 * n), name) for n, name in enumerate(("one", "two", "three"), start=1)]
-    Console(width=200, file=out).print(report(*runs).table())
-    rows = (line.replace("┃", "│").split("│") for line in out.getvalue().splitlines())
-    head, *lines = (row for row in rows if len(row) > 1)
-    assert [cell.strip() for cell in head[2:-1]] == ["one", "two", "three", "one / two", "one / three"]
-    (wall,) = [line for line in lines if line[1].strip() == "wall time"]
-    assert [cell.strip() for cell in wall[2:-1]] == ["4.00 s", "8.00 s", "12.00 s", "0.50", "0.33"]
+    names = ("continuous", "unshared", "static")
+    runs = [result(replace(measured, wall_s=4.0 * n), name) for n, name in enumerate(names, start=1)]
+    lines = printed(report(*runs))
+    assert any(line.split() == list(names) for line in lines)
+    assert any(re.split(r"\s{2,}", line) == ["continuous / unshared", "continuous / static"] for line in lines)
+    walls = [re.split(r"\s{2,}", line)[1:] for line in lines if line.startswith("wall time  ")]
+    assert walls == [["4.00 s", "8.00 s", "12.00 s"], ["0.50", "0.33"]]
+    assert not any("…" in line for line in lines)
 
 
-def test_a_breakdown_has_a_table_of_its_own():
+def test_static_batching_is_shown_with_both_reservations():
+    """Catches: a baseline that reserves `max_model_len` a row, with no word of what a thriftier one would reserve."""
+    steps = [StepSample(1, 2, 0, 2, 6, 4, 4, longest_of_batch_tokens=20), StepSample(2, 1, 0, 2, 4, 2, 4, 20)]
+    share = KVShare.of(steps, num_pages=4, page_size=64)
+    assert (share.reserved_tokens_mean, share.longest_of_batch_tokens_mean) == (128, 20)
+    assert share.to_json()["used_of_longest_of_batch"] == 5 / 20
     measured, _ = measure(workload())
-    out = open_null()
+    static = replace(result(measured, "static"), kv_share=share)
+    lines = printed(report(result(measured, "continuous"), static))
+    assert cells(lines, "if by longest of batch, mean") == ["-", "20"]
+
+
+def test_a_breakdown_has_tables_of_its_own():
+    """Catches: a table that 80 columns cut, and rows that only a footnote explains."""
+    measured, _ = measure(workload())
     runs = result(measured, "continuous", breakdown=broken_down()), result(measured, "static")
-    report(*runs).print(Console(width=200, file=out))
-    text = out.getvalue()
-    assert "continuous: where the time goes" in text
-    assert "static: where" not in text
-    assert "Profiling makes small operations longer" in " ".join(text.split())
-
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
-
-    def row(label):
-        (cells,) = [cells[1:] for cells in rows if cells and cells[0] == label]
-        return " ".join(cell for cell in cells if cell)
-
-    assert row("products with weights") == "50.0 % 2.00 s 500.0 500.0"
-    assert row("attention kernel") == row("the rest of attention") == "12.5 % 0.50 s 125.0 125.0"
-    assert row("all") == "100.0 % 4.00 s 1000.0 1000.0"
-    assert row("outside products") == "37.5 % 1.50 s"
-    assert row("outside products with weights") == "50.0 % 2.00 s"
-    assert row("run less profiled products") == "37.5 % 1.50 s"
-    assert row("that less the attention kernel") == "25.0 % 1.00 s"
-    assert row("steps of the run") == "3 1"
+    lines = printed(report(*runs))
+    assert any("continuous: where the time of the run went" in line for line in lines)
+    assert not any("static: where" in line or "…" in line for line in lines)
+    assert "Profiling makes small operations longer" in " ".join(" ".join(lines).split())
+    assert cells(lines, "products with weights") == ["50.0 %", "2.00 s"]
+    assert cells(lines, "attention kernel, its products included") == ["12.5 %", "0.50 s"]
+    assert cells(lines, "the whole run") == ["100.0 %", "4.00 s"]
+    assert cells(lines, "measured time less profiled products") == ["37.5 %", "1.50 s"]
+    assert cells(lines, "measured time less products and attention kernel") == ["25.0 %", "1.00 s"]
+    rows = [line.split() for line in lines]
+    assert ["4", "3", "1000.0", "500.0", "125.0", "125.0", "125.0", "62.5", "62.5"] in rows
+    assert ["16", "1", "1000.0", "500.0", "125.0", "125.0", "125.0", "62.5", "62.5"] in rows
 
 
 def test_peak_memory_is_that_of_this_process():

@@ -106,8 +106,8 @@ def test_the_pool_over_time_stands_above_the_owners_of_its_pages(tmp_path):
     assert stored.values.tolist() == [1.25, 4.5, 4] and stored.edges.tolist() == [0.5, 1.5, 2.5, 3.5]
     assert (in_use.values.tolist(), in_use.baseline.tolist()) == ([2, 5, 4], stored.values.tolist())
     assert (cached.values.tolist(), cached.baseline.tolist()) == ([2, 6, 7], [2, 5, 4])
-    assert over_time.get_title(loc="right") == "on average 46% of the pool is in use, and 89% of that holds tokens"
-    assert over_time.get_ylabel() == "of 8 pages" and grid.get_title(loc="left") == "step 3"
+    assert over_time.get_title(loc="right") == "at most 5 of 8 pages in use, on average 4; 89% of that holds tokens"
+    assert over_time.get_ylabel() == "pages" and grid.get_title(loc="left") == "step 3"
     assert over_time.lines[-1].get_xdata()[0] == 3  # the step that is shown
     assert [text.get_text() for text in grid.texts] == ["x", "0", "0", "1", "1"]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -117,23 +117,37 @@ def test_the_pool_over_time_stands_above_the_owners_of_its_pages(tmp_path):
     assert [text.get_text() for text in nothing.legends[0].get_texts()] == ["x: scratch", "free (8)"]
 
 
+def test_a_short_run_in_a_large_pool_can_be_seen():
+    """Catches: a line at zero above a white map, because both are scaled to a pool of which a run used 1 %."""
+    history = pooled([2, 5, 4], [0, 1, 3], [5, 18, 16])
+    cached = np.isin(np.arange(1456), (1, 3))
+    figure = plot_pages(history, TABLE, cached, page_size=4, title="now")
+    over_time, grid = figure.axes
+    assert 7 < over_time.get_ylim()[1] < 10
+    assert "of 1,455 pages" in over_time.get_title(loc="right")
+    shown = len(grid.patches)
+    assert shown < 64 and grid.get_title(loc="left") == f"now (pages {shown} to 1455 are free)"
+    assert "free (1450)" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 @pytest.mark.parametrize(("slots", "pages"), [(64, 255), (64, 30_000), (3, 2000)])
 def test_a_large_pool_is_read_as_well(slots, pages, tmp_path):
     """Catches: a figure as large as the pool, thousands of squares drawn one by one, a legend longer than the page or
     one that leaves slots out in silence."""
     table = np.arange(1, 1 + slots * 3).reshape(slots, 3)
-    figure = plot_pages(pooled([3 * slots], [0], [12 * slots]), table, np.zeros(pages + 1, bool), page_size=4, step=1)
+    cached = np.arange(pages + 1) == pages  # the last one, so that all are drawn
+    figure = plot_pages(pooled([3 * slots], [1], [12 * slots]), table, cached, page_size=4, step=1)
     width, height = figure.get_size_inches()
     assert width == 11 and height < 11
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     if pages == 255:
         assert len(figure.axes[1].patches) == 256
-        assert legend[1:-1][-1] == f"... and {64 - NAMED_SLOTS} more ({3 * (64 - NAMED_SLOTS)})"
+        assert legend[-3] == f"... and {64 - NAMED_SLOTS} more ({3 * (64 - NAMED_SLOTS)})"
     else:
         assert figure.axes[1].images[0].get_array().shape[0] * 2 < figure.axes[1].images[0].get_array().shape[1]
         few = [f"{slot}: slot {slot} (3)" for slot in range(slots)]
-        assert legend[1:-1] == (few if slots == 3 else ["pages of 64 slots, in 6 colours by turns (192)"])
-    assert legend[-1] == f"free ({pages - 3 * slots})"
+        assert legend[1:-2] == (few if slots == 3 else ["pages of 64 slots, in 6 colours by turns (192)"])
+    assert legend[-2:] == ["cached (1)", f"free ({pages - 3 * slots - 1})"]
     figure.savefig(tmp_path / "pages.png")
 
 
