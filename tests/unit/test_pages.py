@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import at_least
 
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.pages import release, take
@@ -59,7 +60,7 @@ def test_release_drops_one_reference_of_each_page_in_those_columns():
     assert jit_release(refcount, table, held, held).tolist() == refcount.tolist()
 
 
-@settings(max_examples=60)
+@at_least(60)
 @given(data=st.data())
 def test_taking_and_releasing_keeps_the_count(data):
     """PC-06, for the two functions alone: after any sequence, reference counts are what the tables say."""

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.drive import Ask, Driver
+from support.examples import at_least
 from support.stubs import HistoryDecoder
 
 from jpaged.config import EngineConfig
@@ -219,7 +220,7 @@ def test_what_comes_after_a_page_goes_with_it():
     assert ask(prefixes, [1, 2, 3]) == [0, 0, 0]
 
 
-@settings(max_examples=50)
+@at_least(50)
 @given(data=st.data())
 def test_pages_are_taken_in_order(data):
     """First what nobody can find; then what was used longest ago, the deepest first; what is in use never."""
@@ -249,7 +250,7 @@ def test_pages_unused_for_ages_still_go_deepest_first():
     assert next_to_take(prefixes, refcount, jnp.uint32(2**32 - 1), 1 << 20, 3).tolist() == [3, 2, 1]
 
 
-@settings(max_examples=30)
+@at_least(30)
 @given(data=st.data())
 def test_hashes_are_those_of_every_prefix(data):
     """By another way: one after the other, in Python's integers."""

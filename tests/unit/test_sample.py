@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import at_least
 
 from jpaged.step.sampling.sample import SampleInputs, _truncate, sample
 
@@ -140,7 +141,7 @@ def test_ties_at_a_boundary_go_to_the_lowest_ids(fields, expected):
     assert drawn == expected
 
 
-@settings(max_examples=100)
+@at_least(100)
 @given(
     logits=st.lists(st.integers(-12, 12), min_size=24, max_size=24),
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
@@ -159,7 +160,7 @@ def test_what_can_be_drawn_equals_a_plain_sort(logits, temperature, top_k, top_p
         assert drawn == allowed
 
 
-@settings(max_examples=100)
+@at_least(100)
 @given(
     logits=st.lists(st.integers(-12, 12), min_size=24, max_size=24),
     top_k=st.integers(1, 24),

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.drive import Ask, submission
+from support.drive import Ask, jit_submit, submission
 from support.stubs import STUB_SHAPE
 
 from jpaged.config import EngineConfig
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step import EngineState, Slots, Status, demand, make_state, submit
-from jpaged.step.scheduling.admit import admit
-from jpaged.step.scheduling.evict import preempt
-from jpaged.step.scheduling.grant import grant, schedule, within_pages
-from jpaged.step.scheduling.pack import pack
+from jpaged.step import EngineState, Slots, Status, make_state
+from jpaged.step import demand as step_demand
+from jpaged.step.scheduling import admit as _admit
+from jpaged.step.scheduling import evict as _evict
+from jpaged.step.scheduling import grant as _grant
+from jpaged.step.scheduling import pack as _pack
+from jpaged.step.scheduling.grant import within_pages
 
 CONFIG = EngineConfig(
     page_size=4, num_pages=12, max_num_seqs=4, max_queue=4, max_num_batched_tokens=64, max_model_len=40
 )
+#: One program each and budget, in place of one for each operation in them.
+admit, preempt, grant, schedule, pack = (
+    jax.jit(function, static_argnames="budget")
+    for function in (_admit.admit, _evict.preempt, _grant.grant, _grant.schedule, _pack.pack)
+)
+demand = jax.jit(step_demand)
 
 
 def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pages: int = 12) -> EngineState:
     """A state whose slots hold `(arrival, known, computed)`, pages given in order, and whose queue has prompts of
-    `waiting` tokens. `(-1, 0, 0)` is an empty slot."""
-    config = replace(CONFIG, num_pages=num_pages)
+    `waiting` tokens. `(-1, 0, 0)` is an empty slot. Of its 12 pages those past `num_pages` are held, by no
+    slot."""
+    config = CONFIG
     state = make_state(config, **STUB_SHAPE)
     taken = [s for s in slots if s[0] >= 0]
-    state = submit(state, submission(config, [Ask(10 + a, [a] * n, 40) for a, n, _ in taken]))
+    state = jit_submit(state, submission(config, [Ask(10 + a, [a] * n, 40) for a, n, _ in taken], size=4))
     first = max((a for a, _, _ in taken), default=-1) + 1
     row = jnp.arange(len(taken))
     requests = replace(
@@ -39,9 +49,10 @@ def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pag
     )
     counters = replace(state.counters, submitted=jnp.uint32(first))
     table, held, page = np.full((4, config.max_pages_per_seq), SCRATCH_PAGE, np.int32), np.zeros(4, np.int32), 1
-    refcount, computed = np.zeros(1 + num_pages, np.int32), np.zeros(4, np.int32)
+    refcount, computed = np.zeros(1 + 12, np.int32), np.zeros(4, np.int32)
     occupied, request = np.zeros(4, bool), np.zeros(4, np.int32)
     refcount[SCRATCH_PAGE] = 1
+    refcount[num_pages + 1 :] = 1
     for slot, (arrival, _, done) in enumerate(slots):
         if arrival < 0:
             continue
@@ -56,7 +67,8 @@ def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pag
         slots=Slots(*(jnp.asarray(a) for a in (occupied, request, computed, computed // 4, held, table))),
     )  # fmt: skip
     if waiting:
-        state = submit(state, submission(config, [Ask(100 + i, [50 + i] * n, 40) for i, n in enumerate(waiting)]))
+        asks = [Ask(100 + i, [50 + i] * n, 40) for i, n in enumerate(waiting)]
+        state = jit_submit(state, submission(config, asks, size=4))
     return state
 
 
@@ -79,12 +91,12 @@ OLD_PROMPT = ((0, 30, 10), (1, 9, 8), EMPTY, (2, 6, 5))  # the oldest computes a
 )
 def test_one_token_each_and_then_the_oldest_first(slots, budget, tokens):
     """Catches: decoding that waits behind a prompt, a budget exceeded, age taken for slot order."""
-    assert grant(picture(*slots), budget).tolist() == tokens
+    assert grant(picture(*slots), budget=budget).tolist() == tokens
 
 
 def test_scheduling_takes_the_lowest_free_pages_slot_by_slot():
     state = picture((1, 9, 8), (0, 12, 3), EMPTY, EMPTY)  # pages 1, 2 and 3 are held
-    state, tokens = schedule(state, 64)
+    state, tokens = schedule(state, budget=64)
     assert tokens.tolist() == [1, 9, 0, 0]
     assert state.slots.num_pages.tolist() == [3, 3, 0, 0]
     assert state.slots.page_table[:2, :4].tolist() == [[1, 2, 4, 0], [3, 5, 6, 0]]
@@ -107,10 +119,8 @@ def test_scheduling_takes_the_lowest_free_pages_slot_by_slot():
 )
 def test_who_comes_in(budget, waiting, num_pages, admitted, why):
     """The page arithmetic of `admit`. Catches: an admission that takes pages spoken for, a queue that is overtaken."""
-    state = picture((0, 9, 8), EMPTY, (1, 7, 6), EMPTY, waiting=waiting, num_pages=12)
-    if num_pages < 12:  # somebody holds the rest
-        state = replace(state, refcount=state.refcount.at[num_pages + 1 :].set(1))
-    after, _ = admit(state, budget)
+    state = picture((0, 9, 8), EMPTY, (1, 7, 6), EMPTY, waiting=waiting, num_pages=num_pages)
+    after, _ = admit(state, budget=budget)
     assert int(after.record.admitted) == admitted, why
     assert after.slots.occupied.tolist() == [True, admitted > 0, True, admitted > 1]
     rows = [2, 3][:admitted]
@@ -123,7 +133,7 @@ def test_who_comes_in(budget, waiting, num_pages, admitted, why):
 def test_the_head_of_the_queue_comes_into_an_empty_engine_whatever_its_size():
     """Progress: a request as large as the pool is admitted once nobody runs."""
     state = picture(EMPTY, EMPTY, EMPTY, EMPTY, waiting=(40,), num_pages=10)
-    assert int(admit(state, 1)[0].record.admitted) == 1
+    assert int(admit(state, budget=1)[0].record.admitted) == 1
 
 
 @pytest.mark.parametrize(
@@ -140,11 +150,9 @@ def test_the_head_of_the_queue_comes_into_an_empty_engine_whatever_its_size():
 )
 def test_the_youngest_make_room(slots, num_pages, victims):
     """Catches: the oldest preempted, more than needed preempted, pages that stay behind."""
-    state = picture(*slots, num_pages=max(num_pages, 10))
-    if num_pages < 10:
-        state = replace(state, refcount=state.refcount.at[num_pages + 1 :].set(1))
+    state = picture(*slots, num_pages=num_pages)
     free = int(state.available_pages)
-    after = preempt(state, 64)
+    after = preempt(state, budget=64)
     gone = [slot for slot in range(4) if state.slots.occupied[slot] and not after.slots.occupied[slot]]
     assert gone == victims
     assert int(after.record.preempted) == len(victims) == int(after.counters.preemptions)
@@ -180,7 +188,7 @@ def test_a_page_comes_back_with_the_last_who_holds_it(sharing, victims, why):
     state = shared(picture((0, 9, 8), (1, 8, 7), (2, 8, 7), (3, 8, 7), num_pages=12), *sharing)
     nobodys = state.refcount == 0
     state = replace(state, refcount=jnp.where(nobodys, 1, state.refcount))  # somebody holds all the rest
-    after = preempt(state, 64)
+    after = preempt(state, budget=64)
     assert [s for s in range(4) if not after.slots.occupied[s]] == victims, why
     assert int(after.available_pages) >= 1
 
@@ -194,15 +202,15 @@ def test_tokens_are_cut_where_their_pages_are_not_there():
     assert within_pages(state, tokens).tolist() == [9, 0, 0, 0]
     assert within_pages(state, tokens // 2).tolist() == [4, 4, 0, 0]
     assert within_pages(picture((1, 40, 4), (0, 40, 2), EMPTY, EMPTY), tokens).tolist() == [9, 8, 0, 0]
-    after, tokens = schedule(state, 17)
+    after, tokens = schedule(state, budget=17)
     assert tokens.tolist() == [12, 0, 0, 0] and int(after.refcount.max()) == 1
 
 
 def test_packing_leaves_no_gap_and_padding_touches_nobody():
     """Catches: padding with a real row's page, position or token; a row's tokens out of place."""
     state = picture((0, 12, 3), EMPTY, (1, 9, 8), (2, 6, 6))
-    state, tokens = schedule(state, 16)
-    batch, slot_of_row = pack(state, tokens, 16)
+    state, tokens = schedule(state, budget=16)
+    batch, slot_of_row = pack(state, tokens, budget=16)
     assert slot_of_row.tolist() == [0, 2, 4, 4]
     assert batch.query_start.tolist() == [0, 9, 10, 10, 10]
     assert batch.token_row.tolist() == [0] * 9 + [1] + [4] * 6
@@ -216,8 +224,8 @@ def test_packing_leaves_no_gap_and_padding_touches_nobody():
 
 def test_a_budget_below_the_slots_has_that_many_rows():
     state = picture((0, 9, 8), (1, 9, 8), (2, 9, 8), (3, 9, 8))
-    state, tokens = schedule(state, 3)
-    batch, slot_of_row = pack(state, tokens, 3)
+    state, tokens = schedule(state, budget=3)
+    batch, slot_of_row = pack(state, tokens, budget=3)
     assert slot_of_row.tolist() == [0, 1, 2] and batch.num_rows == 3
     assert batch.token_row.tolist() == [0, 1, 2]
 
