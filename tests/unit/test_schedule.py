@@ -36,10 +36,9 @@ def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pag
     """A state whose slots hold `(arrival, known, computed)`, pages given in order, and whose queue has prompts of
     `waiting` tokens. `(-1, 0, 0)` is an empty slot. Of its 12 pages those past `num_pages` are held, by no
     slot."""
-    config = CONFIG
-    state = make_state(config, **STUB_SHAPE)
+    state = make_state(CONFIG, **STUB_SHAPE)
     taken = [s for s in slots if s[0] >= 0]
-    state = jit_submit(state, submission(config, [Ask(10 + a, [a] * n, 40) for a, n, _ in taken], size=4))
+    state = jit_submit(state, submission(CONFIG, [Ask(10 + a, [a] * n, 40) for a, n, _ in taken], size=4))
     first = max((a for a, _, _ in taken), default=-1) + 1
     row = jnp.arange(len(taken))
     requests = replace(
@@ -48,7 +47,7 @@ def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pag
         status=state.requests.status.at[row].set(jnp.int32(Status.RUNNING)),
     )
     counters = replace(state.counters, submitted=jnp.uint32(first))
-    table, held, page = np.full((4, config.max_pages_per_seq), SCRATCH_PAGE, np.int32), np.zeros(4, np.int32), 1
+    table, held, page = np.full((4, CONFIG.max_pages_per_seq), SCRATCH_PAGE, np.int32), np.zeros(4, np.int32), 1
     refcount, computed = np.zeros(1 + 12, np.int32), np.zeros(4, np.int32)
     occupied, request = np.zeros(4, bool), np.zeros(4, np.int32)
     refcount[SCRATCH_PAGE] = 1
@@ -68,7 +67,7 @@ def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pag
     )  # fmt: skip
     if waiting:
         asks = [Ask(100 + i, [50 + i] * n, 40) for i, n in enumerate(waiting)]
-        state = jit_submit(state, submission(config, asks, size=4))
+        state = jit_submit(state, submission(CONFIG, asks, size=4))
     return state
 
 
