@@ -20,11 +20,13 @@ class EngineConfig:
         num_pages: pages of the pool that requests can use (one scratch page is added); None: from
             `pool_bytes`, or from the device's memory.
         pool_bytes: bytes for keys and values, an alternative to `num_pages`.
-        max_num_seqs: slots, that is, requests that run at the same time.
-        max_num_batched_tokens: the most tokens one step computes.
+        max_num_seqs: slots, that is, requests that run at the same time; None: 64 on a CPU, and on a GPU as many as its
+            memory and the model suggest, up to 1,024; see `jpaged.runtime.resolve`.
+        max_num_batched_tokens: the most tokens one step computes; None: 256 on a CPU, up to 16,384 on a GPU.
         max_model_len: the most tokens (prompt and output) of one request; None: what the model allows, or
             what the pool holds where that is less.
-        max_queue: requests that can wait on the device beside those that run; more wait on the host.
+        max_queue: requests that can wait on the device beside those that run; more wait on the host. None: as many as
+            there are slots, at least 64.
         dtype: of weights, activations and the pool: "float32", "bfloat16", "float16", or "auto" (float32 on a
             CPU, bfloat16 elsewhere).
         seed: from which requests without a seed of their own draw one.
@@ -60,10 +62,10 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     pool_bytes: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 256
+    max_num_seqs: int = None  # type: ignore[assignment]
+    max_num_batched_tokens: int = None  # type: ignore[assignment]
     max_model_len: int | None = None
-    max_queue: int = 64
+    max_queue: int = None  # type: ignore[assignment]
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     seed: int = 0
     gpu_memory_utilization: float = 0.9
@@ -80,12 +82,11 @@ class EngineConfig:
     compilation_cache: bool = True
 
     def __post_init__(self):
-        counts = (
-            "page_size", "max_num_seqs", "max_num_batched_tokens", "max_queue",
-        )  # fmt: skip
-        for name in counts:
-            self._check(name, 1, optional=False)
-        for name in ("num_pages", "pool_bytes", "max_model_len", "steps_per_burst", "swap_space_bytes"):
+        self._check("page_size", 1, optional=False)
+        for name in (
+            "num_pages", "pool_bytes", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_queue",
+            "steps_per_burst", "swap_space_bytes",
+        ):  # fmt: skip
             self._check(name, 1, optional=True)
         self._check("seed", 0, optional=False)
         if self.num_pages is not None and self.pool_bytes is not None:
@@ -108,6 +109,8 @@ class EngineConfig:
             object.__setattr__(self, "token_budgets", budgets)
             if not budgets or list(budgets) != sorted(set(budgets)) or budgets[0] < 1:
                 raise ValueError(f"token_budgets must be increasing counts, got {budgets}")
+            if self.max_num_batched_tokens is None:
+                object.__setattr__(self, "max_num_batched_tokens", budgets[-1])
             if budgets[-1] != self.max_num_batched_tokens:
                 raise ValueError(
                     f"the last of token_budgets ({budgets[-1]}) must be max_num_batched_tokens "
@@ -138,9 +141,15 @@ class EngineConfig:
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
     def for_platform(self, platform: str) -> EngineConfig:
-        """This with what depends on the platform ("cpu", "gpu") filled in: `dtype`, `steps_per_burst` and
-        `async_scheduling`."""
+        """This with what depends on the platform ("cpu", "gpu") filled in: `dtype`, `steps_per_burst`,
+        `async_scheduling`, and on a CPU, where neither the model nor the memory matters to them, the sizes of a step."""
         on_cpu = platform == "cpu"
+        if on_cpu:
+            slots = self.max_num_seqs or min(64, self.max_num_batched_tokens or 64)
+            tokens = self.max_num_batched_tokens or max(256, slots)
+            self = replace(
+                self, max_num_seqs=slots, max_num_batched_tokens=tokens, max_queue=self.max_queue or max(64, slots)
+            )
         dtype = self.dtype if self.dtype != "auto" else "float32" if on_cpu else "bfloat16"
         return replace(
             self,
@@ -154,7 +163,8 @@ class EngineConfig:
         """The compiled token budgets, smallest first."""
         if self.token_budgets is not None:
             return self.token_budgets
-        top = self.max_num_batched_tokens
+        if (top := self.max_num_batched_tokens) is None:
+            raise ValueError("max_num_batched_tokens is not set yet; LLM and Engine set it for the device")
         # Multiples of 8 above the smallest: a product with 12 columns takes longer than one with 16.
         sizes = {1, 4, 8} | {times * 2**e for e in range(3, top.bit_length()) for times in (2, 3)}
         return (*sorted(size for size in sizes if size < top), top)

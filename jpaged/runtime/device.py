@@ -21,11 +21,11 @@ from jpaged.record.stats import TokenEvent
 from jpaged.record.trace import Trace
 from jpaged.runtime import programs
 from jpaged.runtime.compilation_cache import programs_kept
+from jpaged.runtime.footprint import empty_state, pool_shape
 from jpaged.runtime.host_pool import HostPool
 from jpaged.runtime.prepare import branch
 from jpaged.runtime.programs import Figures, Programs
 from jpaged.runtime.reading import Reading
-from jpaged.runtime.resolve import empty_state, pool_shape
 from jpaged.step import NO_UID, EngineState, StepRecord, Submission
 
 #: Requests that one call puts into the state; a static shape.

@@ -1,4 +1,4 @@
-"""From bytes of memory to pages, tokens and requests: exact integer arithmetic, and what a device has.
+"""From bytes of memory to pages, tokens and requests: exact integer arithmetic.
 
 Bytes are bytes. Where this project speaks of an 80 GB card it means 80 * 10**9 of them. What a driver
 reports for such a card differs by model (85,100,068,864 for an A100, 84,978,434,048 for an H100); when a real
@@ -7,26 +7,12 @@ device is asked, its own number is used.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
-import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-#: what the pool takes on a CPU when nobody says otherwise
-DEFAULT_CPU_POOL_BYTES = 1 << 30
-#: and never more than this share of the memory that is available
-CPU_POOL_SHARE = Fraction(1, 4)
-#: kept free below JAX's own limit, for fragmentation and for programs beside the step
-DEVICE_RESERVE_BYTES = 256 << 20
-#: the share of a GPU's memory that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
-JAX_DEFAULT_SHARE = Fraction(3, 4)
 
 
 class ModelShape(Protocol):
@@ -111,7 +97,7 @@ class Sizing:
     @property
     def usable_bytes(self) -> int:
         """utilization x memory, rounded down."""
-        return _share_of(self.memory_bytes, self.utilization)
+        return share_of(self.memory_bytes, self.utilization)
 
     @property
     def page_bytes(self) -> int:
@@ -199,6 +185,7 @@ def size_model(
 
 def parse_bytes(text: str) -> int:
     """Bytes from `80e9`, `80GB` (80 * 10**9) or `80GiB` (80 * 2**30). Raises ValueError for anything else."""
+    # By hand: humanfriendly (of 2021), bitmath and pydantic's ByteSize take no 80e9, and go through binary floats.
     powers = {"k": 1, "m": 2, "g": 3, "t": 4}
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt])(i?)b|b?)\s*", text, re.IGNORECASE)
     try:
@@ -211,115 +198,8 @@ def parse_bytes(text: str) -> int:
     return int(value)
 
 
-def device_memory_bytes(device: Any) -> tuple[int, int] | None:
-    """Bytes that JAX can take of `device` and bytes it holds now, or None where the backend does not say.
-
-    CPUs and some plugins return None or an empty mapping from `memory_stats()`, or raise; that is an answer,
-    not a fault: the caller then needs an explicit size or the stated default of `default_pool_bytes`.
-    """
-    try:
-        stats = device.memory_stats() or {}
-    except (AttributeError, RuntimeError):  # JAX's own errors are RuntimeErrors
-        return None
-    limit = stats.get("bytes_limit")
-    return (int(limit), int(stats.get("bytes_in_use") or 0)) if limit else None
-
-
-def card_memory_bytes(device: Any) -> int | None:
-    """Bytes of the whole card behind `device` as NVIDIA's driver tells them, or None where there is no driver to ask.
-
-    JAX tells only the share that it took, and that share cannot be read back: an environment variable set after JAX
-    started says something else than what JAX did.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    card, total = ctypes.c_int(), ctypes.c_size_t()
-    failed = (
-        driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(card), ctypes.c_int(device.local_hardware_id))
-        or driver.cuDeviceTotalMem_v2(ctypes.byref(total), card)
-    )
-    return None if failed else total.value
-
-
-def attainable_bytes(
-    limit_bytes: int,
-    utilization: float,
-    *,
-    card_bytes: int | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> int:
-    """What an engine can take of a card of which JAX may have `limit_bytes`.
-
-    JAX takes a share of a card when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION, three quarters by default) and reports
-    that as its limit. `utilization` speaks of the card; beyond JAX's limit, less `DEVICE_RESERVE_BYTES`, there is
-    nothing to be had.
-
-    Args:
-        card_bytes: memory of the card; None: worked out from the share that `environ` (os.environ) names.
-
-    Warns:
-        RuntimeWarning: JAX has less than was asked for, so that `utilization` cannot apply.
-
-    Raises:
-        ValueError: XLA_PYTHON_CLIENT_MEM_FRACTION is no number.
-    """
-    fraction = (os.environ if environ is None else environ).get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    try:
-        share = Fraction(fraction) if fraction else JAX_DEFAULT_SHARE
-    except ValueError:
-        raise ValueError(f"XLA_PYTHON_CLIENT_MEM_FRACTION must be a number, got {fraction!r}") from None
-    if not 0 < share <= 1:  # above 1 is unified memory: the limit is then all we know
-        share = Fraction(1)
-    card = card_bytes or int(limit_bytes / share)
-    wanted, most = _share_of(card, utilization), max(0, limit_bytes - DEVICE_RESERVE_BYTES)
-    if wanted > limit_bytes:
-        warnings.warn(
-            f"gpu_memory_utilization {utilization:g} cannot apply: JAX has started and took {limit_bytes:,} of the "
-            f"{card:,} bytes of the card; weights, temporaries and pool get {most:,}. For more, set the environment "
-            f"variable XLA_PYTHON_CLIENT_MEM_FRACTION to {min(1.0, utilization + 0.01):.2f} before JAX starts "
-            "(in a notebook: restart the kernel and set it in the first cell), or ask for less",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return min(wanted, most)
-
-
-def available_memory_bytes(read: Callable[[str], str] | None = None) -> int | None:
-    """Bytes of main memory that this process could still take, or None where the system does not say.
-
-    The smallest of what the kernel calls available and what the process's control group leaves.
-    """
-    read = read or (lambda path: Path(path).read_text())
-    found = []
-    try:
-        lines = read("/proc/meminfo").splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except OSError:
-        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
-    try:
-        limit = read("/sys/fs/cgroup/memory.max").strip()
-        if limit != "max":
-            found.append(max(0, int(limit) - int(read("/sys/fs/cgroup/memory.current"))))
-    except (OSError, ValueError):  # no control group, or one of the older kind: the first number stands
-        pass
-    return min(found, default=None)
-
-
-def default_pool_bytes(available_bytes: int | None = None) -> int:
-    """Bytes of a CPU's pool when neither pages nor bytes are given: 1 GiB, or a quarter of the available
-    memory where that is less. `available_bytes` is asked of the system when it is None."""
-    available = available_memory_bytes() if available_bytes is None else available_bytes
-    if available is None:
-        return DEFAULT_CPU_POOL_BYTES
-    return min(DEFAULT_CPU_POOL_BYTES, int(available * CPU_POOL_SHARE))
-
-
-def _share_of(total: int, share: float) -> int:
-    # 0.9 means nine tenths, not the binary number beside it
+def share_of(total: int, share: float) -> int:
+    """`share` of `total`, rounded down, where 0.9 is nine tenths and not the binary number beside it."""
     return int(total * Fraction(str(share)))
 
 

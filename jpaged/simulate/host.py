@@ -51,9 +51,10 @@ def simulate(
     outputs, as with greedy decoding.
 
     Args:
-        config: of the engine; `num_pages` must be set (`jpaged.runtime.sizing.size_model` says how many a memory
-            holds). `max_model_len` None: that of the longest request, which is fastest. Bursts have one step, whatever
-            it says, and every step may compute `max_num_batched_tokens`.
+        config: of the engine, with `num_pages` (`jpaged.runtime.sizing.size_model` says how many a memory holds),
+            `max_num_seqs`, `max_num_batched_tokens` and `max_queue`. `max_model_len` None: that of the longest request,
+            which is fastest. Bursts have one step, whatever it says, and every step may compute
+            `max_num_batched_tokens`.
         costs: how long a step takes. It pays for the smallest of `config.budgets` that holds its tokens.
         policies: for admission; or by name, a pair where victims are chosen by another than `config.victim`. None:
             those of `config`.
@@ -66,8 +67,13 @@ def simulate(
         ValueError: some request can never run with these sizes, in words; or an argument is not what it must be.
     """
     start = time.perf_counter()
-    if config.num_pages is None:
-        raise ValueError("a simulation needs num_pages; jpaged.runtime.sizing.size_model says how many a memory holds")
+    needed = ("num_pages", "max_num_seqs", "max_num_batched_tokens", "max_queue")
+    if missing := [name for name in needed if getattr(config, name) is None]:
+        raise ValueError(
+            f"a simulation needs {', '.join(missing)}; jpaged.runtime.sizing.size_model says how many pages a memory "
+            "holds"
+        )
+    assert config.num_pages is not None
     if config.preemption != "recompute":
         raise ValueError(
             f"a simulation knows no pool on the host: preemption must be 'recompute', got {config.preemption!r}"

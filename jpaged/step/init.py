@@ -31,7 +31,7 @@ def make_state(
     dtype: Any = jnp.float32,
     shardings: Any = None,
 ) -> EngineState:
-    """An empty engine. `config.num_pages` and `config.max_model_len` must be set.
+    """An empty engine. `config` must have all sizes: `num_pages`, `max_model_len`, `max_num_seqs` and `max_queue`.
 
     One compiled program without inputs writes all arrays where they stay, so that the memory taken is that of the
     state. Every array has a buffer of its own, as donating the state needs. Inside `jax.eval_shape` it gives shapes.
@@ -46,11 +46,10 @@ def make_state(
         ValueError: where a size is not set, or where the pool cannot hold one request of `max_model_len`, or the host's
             pool not one chunk.
     """
-    if config.num_pages is None or config.max_model_len is None:
-        raise ValueError(
-            f"make_state needs num_pages and max_model_len, got {config.num_pages} and {config.max_model_len}"
-        )
-    if config.max_pages_per_seq > config.num_pages:
+    needed = ("num_pages", "max_model_len", "max_num_seqs", "max_queue")
+    if missing := [name for name in needed if getattr(config, name) is None]:
+        raise ValueError(f"make_state chooses no sizes, as LLM and Engine do: give {', '.join(missing)}")
+    if config.max_pages_per_seq > (config.num_pages or 0):
         raise ValueError(
             f"a request of max_model_len {config.max_model_len} needs {config.max_pages_per_seq} pages of "
             f"{config.page_size} tokens, but the pool has {config.num_pages}; lower max_model_len or raise num_pages"

@@ -38,7 +38,13 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 def compile_tiny(*, budget: int, steps: int | None, pages: int, dtype: str = "float32", trace=False):
     decoder, params = tiny_decoder(TINY)
     config = EngineConfig(
-        page_size=16, num_pages=pages, max_num_seqs=ROWS, max_num_batched_tokens=budget, max_model_len=512, trace=trace
+        max_queue=64,
+        page_size=16,
+        num_pages=pages,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=budget,
+        max_model_len=512,
+        trace=trace,
     )
     state = jax.eval_shape(lambda: make_state(config, **SHAPE, dtype=jnp.dtype(dtype)))
 
@@ -123,7 +129,9 @@ def test_the_scheduler_alone_is_the_same_program_at_any_size(record_property):
 
 def test_submit_and_abort_are_in_place_and_without_loops():
     """Catches: a pool that is copied because the host only added a request."""
-    config = EngineConfig(page_size=16, num_pages=PAGES, max_num_seqs=ROWS, max_model_len=512)
+    config = EngineConfig(
+        max_queue=64, max_num_batched_tokens=256, page_size=16, num_pages=PAGES, max_num_seqs=ROWS, max_model_len=512
+    )
     state = jax.eval_shape(lambda: make_state(config, **SHAPE))
     pool_bytes = 2 * state.pool.k.size * 4
     batch = submission(config, [Ask(1, [1], 2)])
@@ -137,7 +145,9 @@ def test_submit_and_abort_are_in_place_and_without_loops():
 
 def test_pages_come_from_the_host_in_place():
     """Catches: a pool that is copied because some of its pages are written."""
-    config = EngineConfig(page_size=16, num_pages=PAGES, max_num_seqs=ROWS, max_model_len=512)
+    config = EngineConfig(
+        max_queue=64, max_num_batched_tokens=256, page_size=16, num_pages=PAGES, max_num_seqs=ROWS, max_model_len=512
+    )
     pool = jax.eval_shape(lambda: make_state(config, **SHAPE).pool)
     pages = jax.ShapeDtypeStruct((CHUNK_PAGES,), jnp.int32)
     chunk = jax.eval_shape(KVPool.read, pool, pages)
@@ -179,7 +189,9 @@ def test_the_step_is_traced_once_whatever_the_mix():
 
 def test_shapes_and_dtypes_of_the_state_never_change():
     """Catches: a counter that becomes int64 under x64, a weakly typed field: the next call would be another program."""
-    config = EngineConfig(page_size=4, num_pages=40, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=40)
+    config = EngineConfig(
+        max_queue=64, page_size=4, num_pages=40, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=40
+    )
     for x64 in (False, True):
         with jax.enable_x64(x64):
             decoder, params = tiny_decoder()

@@ -75,7 +75,7 @@ def measure(program: Program) -> dict:
     model = program.model
     decoder, params = abstract_decoder(model, jnp.bfloat16)
     config = EngineConfig(
-        page_size=16, num_pages=program.pages, max_num_seqs=ROWS, max_num_batched_tokens=program.budget,
+        max_queue=64, page_size=16, num_pages=program.pages, max_num_seqs=ROWS, max_num_batched_tokens=program.budget,
         max_model_len=8192,
     )  # fmt: skip
     state = jax.eval_shape(

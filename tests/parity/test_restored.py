@@ -16,7 +16,9 @@ from jpaged.config import EngineConfig
 from jpaged.record.snapshot import pack_state, unpack_state
 from jpaged.step import make_state, violations
 
-CONFIG = EngineConfig(page_size=4, num_pages=20, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=40)
+CONFIG = EngineConfig(
+    max_queue=64, page_size=4, num_pages=20, max_num_seqs=4, max_num_batched_tokens=24, max_model_len=40
+)
 MORE_PAGES = replace(CONFIG, num_pages=40)
 SHAPE = {"layers": TINY.num_layers, "kv_heads": TINY.num_kv_heads, "head_dim": TINY.head_dim}
 BUDGET, STEPS = 24, 60

@@ -19,7 +19,7 @@ from jpaged.config import EngineConfig
         ({"pool_bytes": -1}, "pool_bytes must be"),
         ({"num_pages": 4, "pool_bytes": 4096}, r"give num_pages \(4\) or pool_bytes \(4096\), not both"),
         ({"max_num_seqs": 0}, "max_num_seqs must be"),
-        ({"max_num_batched_tokens": "256"}, "max_num_batched_tokens must be an integer of at least 1, got '256'"),
+        ({"max_num_batched_tokens": "256"}, "max_num_batched_tokens must be an integer of at least 1 or None, got"),
         ({"max_model_len": 0}, "max_model_len must be"),
         ({"max_queue": 0}, "max_queue must be"),
         ({"dtype": "int8"}, "dtype must be 'auto' or one of .* got 'int8'"),
@@ -30,7 +30,10 @@ from jpaged.config import EngineConfig
         ({"token_budgets": ()}, "token_budgets must be increasing counts"),
         ({"token_budgets": (64, 8, 256)}, "token_budgets must be increasing counts"),
         ({"token_budgets": (0, 256)}, "token_budgets must be increasing counts"),
-        ({"token_budgets": (8, 64)}, r"the last of token_budgets \(64\) must be max_num_batched_tokens \(256\)"),
+        (
+            {"token_budgets": (8, 64), "max_num_batched_tokens": 256},
+            r"the last of token_budgets \(64\) must be max_num_batched_tokens \(256\)",
+        ),
     ],
 )
 def test_impossible_values_are_named(fields, words):
@@ -69,6 +72,21 @@ def test_a_table_has_a_column_for_every_begun_page(length, pages):
 def test_open_sizes_are_not_guessed():
     with pytest.raises(ValueError, match="max_model_len is not set yet"):
         _ = EngineConfig().max_pages_per_seq
+    with pytest.raises(ValueError, match="max_num_batched_tokens is not set yet"):
+        _ = EngineConfig().budgets
+
+
+def test_sizes_of_a_step_on_a_cpu():
+    """Catches: a default that contradicts a size that was given: steps with fewer tokens than slots."""
+    sizes = [
+        (c.max_num_seqs, c.max_num_batched_tokens, c.max_queue)
+        for given in (
+            {}, {"max_num_seqs": 4}, {"max_num_seqs": 300}, {"max_num_batched_tokens": 16}, {"token_budgets": (4, 32)},
+        )
+        for c in [EngineConfig(**given).for_platform("cpu")]
+    ]  # fmt: skip
+    assert sizes == [(64, 256, 64), (4, 256, 64), (300, 300, 300), (16, 16, 64), (32, 32, 64)]
+    assert EngineConfig().for_platform("gpu").max_num_seqs is None
 
 
 def test_it_cannot_be_changed():

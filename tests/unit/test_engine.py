@@ -4,7 +4,6 @@ is lost, stale or someone else's shows in what it emits."""
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,7 +14,6 @@ from support.stubs import ScriptDecoder, Traces
 from jpaged.baseline.static import StaticEngine
 from jpaged.request import FinishReason, Request, SamplingParams
 from jpaged.runtime import engine as engine_module
-from jpaged.runtime import sizing
 from jpaged.runtime.engine import Engine
 from jpaged.step import violations
 
@@ -351,42 +349,6 @@ def test_time_to_first_token_counts_all_chunks():
         while not any(e.token_id is not None for e in engine.burst()):
             bursts += 1
         assert bursts + 1 == steps
-
-
-GB = 10**9
-
-
-def card(monkeypatch, *, limit: int, held: int, total: int = 80 * GB):
-    """As on a card of `total` bytes of which JAX took `limit` and `held` are in use."""
-    monkeypatch.setattr(sizing, "device_memory_bytes", lambda device: (limit, held))
-    monkeypatch.setattr(sizing, "card_memory_bytes", lambda device: total)
-
-
-def sized(monkeypatch, utilization: float) -> Engine:
-    # The card's pool is not this machine's: sizes are worked out, the arrays are not made.
-    monkeypatch.setattr(engine_module, "DeviceSide", lambda *_: SimpleNamespace(nothing=lambda: None))
-    monkeypatch.setattr(engine_module, "temporary_bytes", lambda *_: lambda config: 3 * GB)
-    return make(num_pages=None, gpu_memory_utilization=utilization)
-
-
-def test_a_pool_takes_what_can_be_had_of_a_card(monkeypatch):
-    """MM-03: JAX's share is less than the utilization, so that is said, and the pool ends where JAX's memory does."""
-    token = sizing.bytes_per_token(MODEL, ENGINE.dtype)
-    card(monkeypatch, limit=60 * GB, held=7 * GB)
-    with pytest.warns(RuntimeWarning, match=r"gpu_memory_utilization 0\.9 cannot apply"):
-        engine = sized(monkeypatch, 0.9)
-    most = 60 * GB - sizing.DEVICE_RESERVE_BYTES
-    assert most - ENGINE.page_size * token < (engine.config.num_pages + 1) * ENGINE.page_size * token + 10 * GB <= most
-    # Three tenths of the card are less than JAX has: nothing to say, and no more is taken.
-    engine = sized(monkeypatch, 0.3)
-    assert engine.config.num_pages == (24 * GB - 10 * GB) // (ENGINE.page_size * token) - 1
-
-
-def test_memory_that_others_hold_is_not_promised_twice(monkeypatch):
-    """NB-01 on a card: an older engine lives on, and the error says so instead of the allocator."""
-    card(monkeypatch, limit=76 * GB, held=71 * GB)
-    with pytest.raises(ValueError, match=r"other arrays 71,000,000,000; an older engine gives its memory back"):
-        sized(monkeypatch, 0.9)
 
 
 def test_closing_frees_the_pool():
