@@ -182,8 +182,8 @@ def _num_pages(
         if pages < 1:
             raise ValueError(
                 f"{left:,} bytes of main memory can be used (a quarter of what is available), but what the engine "
-                f"keeps of requests and pages takes {beside:,}: lower max_model_len, max_num_seqs and max_queue, or give "
-                "num_pages"
+                f"keeps of requests and pages takes {beside:,}: lower max_model_len, max_num_seqs and max_queue, or "
+                "give num_pages"
             )
         return pages
     total = memory.attainable_bytes(told, config.gpu_memory_utilization, card=memory.card_memory(device))
