@@ -141,8 +141,8 @@ class EngineConfig:
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
     def for_platform(self, platform: str) -> EngineConfig:
-        """This with what depends on the platform ("cpu", "gpu") filled in: `dtype`, `steps_per_burst`,
-        `async_scheduling`, and on a CPU, where neither the model nor the memory matters to them, the sizes of a step."""
+        """This with what depends on the platform ("cpu", "gpu") filled in: `dtype`, `steps_per_burst`
+        and `async_scheduling`; on a CPU also the sizes of a step, to which its memory and the model do not matter."""
         on_cpu = platform == "cpu"
         if on_cpu:
             slots = self.max_num_seqs or min(64, self.max_num_batched_tokens or 64)
