@@ -322,9 +322,13 @@ class LLM:
     def params(self) -> Any:
         return self.engine.params
 
-    def warmup(self) -> None:
-        """Compiles every program now instead of when it is first needed."""
-        self.engine.warmup()
+    def warmup(self, *, use_tqdm: bool = True) -> None:
+        """Compiles every program now instead of when it is first needed.
+
+        Args:
+            use_tqdm: show a progress bar that counts programs.
+        """
+        self.engine.warmup(use_tqdm=use_tqdm)
 
     def stats(self) -> EngineStats:
         """Totals since the start, and how pages stand."""

@@ -116,15 +116,16 @@ class DeviceSide:
             self.compile_seconds += time.perf_counter() - start
         return self._helpers[function]
 
-    def warmup(self) -> None:
-        """Compiles every program, but for those that offer candidates. The state is not touched."""
-        for budget in self._config.budgets:
-            self.program(budget)
-        self._helper(programs.put, Submission.empty(SUBMIT_BATCH, self._max_model_len))
-        self._helper(programs.drop, self._named([]))
-        self._helper(programs.branch, branch(NO_UID, NO_UID, 0))
+    def to_compile(self) -> list[Callable[[], Any]]:
+        """Compiles every program, one a call, but for those that offer candidates. The state is not touched."""
+        submission = Submission.empty(SUBMIT_BATCH, self._max_model_len)
+        helpers: list[tuple[Any, Any]] = [
+            (programs.put, submission), (programs.drop, self._named([])), (programs.branch, branch(NO_UID, NO_UID, 0)),
+        ]  # fmt: skip
         if self._host_pool is not None:
-            self._helper(programs.make_room, np.int32(1))
+            helpers.append((programs.make_room, np.int32(1)))
+        calls: list[Callable[[], Any]] = [partial(self.program, budget) for budget in self._config.budgets]
+        return calls + [partial(self._helper, *helper) for helper in helpers]
 
     @property
     def num_programs(self) -> int:

@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from tqdm.std import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.models.spec import ModelConfig
@@ -128,11 +129,20 @@ class Engine:
         state) -> (state, records, figures); see `step.run`. The state is donated. Compiled the first time."""
         return self.device.program(budget, candidates)
 
-    def warmup(self) -> None:
+    def warmup(self, *, use_tqdm: bool = False) -> None:
         """Compiles every program there is, so that none is compiled while requests wait; but for those that offer
-        candidates, of which there is one for each number of them. Requests run on meanwhile."""
+        candidates, of which there is one for each number of them. Requests run on meanwhile.
+
+        Args:
+            use_tqdm: show a progress bar that counts programs.
+        """
         self._check_usable()
-        self.device.warmup()
+        calls = self.device.to_compile()
+        with tqdm(total=len(calls), unit="program", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            for number, compile_one in enumerate(calls, 1):
+                bar.set_description(f"Compiling program {number} of {len(calls)}")
+                compile_one()
+                bar.update(1)
 
     @property
     def num_programs(self) -> int:

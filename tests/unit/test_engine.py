@@ -135,11 +135,12 @@ def test_a_static_batch_waits_for_its_longest():
     assert drain(static) == {"b": tokens["b"]}
 
 
-def test_no_mix_compiles_anything_after_warmup():
+def test_no_mix_compiles_anything_after_warmup(capsys):
     """JX-01: a limit that is no power of two, prompts of every length, found computed and not."""
     decoder = ScriptDecoder(VOCAB, traces=Traces())
     engine = make(decoder, max_model_len=61, num_pages=40, token_budgets=(4, 16))
-    engine.warmup()
+    engine.warmup(use_tqdm=True)
+    assert f"Compiling program {engine.num_programs} of {engine.num_programs}: 100%" in capsys.readouterr().err  # U-39
     programs, traces = engine.num_programs, decoder.traces.count
     for length in range(1, 61):
         engine.submit(request(f"r{length}", [length % 30] * length, replace(GREEDY, max_tokens=3)))
