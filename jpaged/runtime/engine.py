@@ -337,10 +337,13 @@ class Engine:
     def _start(self, *, only_if_wanted: bool) -> None:
         with self._writing:
             self._feed()
-        if only_if_wanted and self._wanted() == 0:  # what was started ends every request that has a row
-            return
-        self.device.exchange()
         candidates = self._books.most_candidates
+        if only_if_wanted:
+            if (wanted := self._wanted()) == 0:  # what was started ends every request that has a row
+                return
+            if (self._budget(wanted, candidates), candidates) not in self.device.bursts:
+                return  # compiling takes long: what is computed already is given out first
+        self.device.exchange()
         flight = self.device.launch(self._budget(self._wanted(), candidates), candidates)
         flight.fed, self._fed = self._fed, 0
         self._flights.append(flight)
