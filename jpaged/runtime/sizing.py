@@ -185,7 +185,7 @@ def size_model(
 
 def parse_bytes(text: str) -> int:
     """Bytes from `80e9`, `80GB` (80 * 10**9) or `80GiB` (80 * 2**30). Raises ValueError for anything else."""
-    # By hand: humanfriendly (of 2021), bitmath and pydantic's ByteSize take no 80e9, and go through binary floats.
+    # By hand: humanfriendly, bitmath and pydantic's ByteSize refuse 80e9, and humanfriendly reads '80 bananas' as 80.
     powers = {"k": 1, "m": 2, "g": 3, "t": 4}
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt])(i?)b|b?)\s*", text, re.IGNORECASE)
     try:
