@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from jpaged.checks import integer, number
 from jpaged.policy import Policy, by_priority, name_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -102,10 +103,14 @@ class EngineConfig:
         for name in ("admission", "victim"):
             if not callable(policy := getattr(self, name)):
                 raise ValueError(f"{name} must be a policy, a function as in jpaged.policy; got {policy!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        share = self._number("gpu_memory_utilization")
+        if share is None or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.token_budgets is not None:
-            budgets = tuple(self.token_budgets)
+            try:
+                budgets = tuple(integer(size) for size in self.token_budgets)
+            except TypeError:
+                raise ValueError(f"token_budgets must be increasing counts, got {self.token_budgets!r}") from None
             object.__setattr__(self, "token_budgets", budgets)
             if not budgets or list(budgets) != sorted(set(budgets)) or budgets[0] < 1:
                 raise ValueError(f"token_budgets must be increasing counts, got {budgets}")
@@ -125,20 +130,34 @@ class EngineConfig:
                 f"swap_space_bytes={self.swap_space_bytes} is of use with preemption='swap' or 'auto' only; it is "
                 "'recompute'"
             )
-        if (cost := self.swap_page_cost) is None:
+        if self.swap_page_cost is None:
             return
-        if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not cost >= 0:
-            raise ValueError(f"swap_page_cost must be a number of at least 0 or None, got {cost!r}")
+        if (cost := self._number("swap_page_cost")) is None or not cost >= 0:
+            raise ValueError(f"swap_page_cost must be a number of at least 0 or None, got {self.swap_page_cost!r}")
         if self.preemption != "auto":
             raise ValueError(f"swap_page_cost={cost} is of use with preemption='auto' only; it is {self.preemption!r}")
+
+    def _number(self, name: str) -> float | None:
+        """The field as a Python float; None: it is no number."""
+        try:
+            found = number(getattr(self, name))
+        except TypeError:
+            return None
+        object.__setattr__(self, name, found)
+        return found
 
     def _check(self, name: str, least: int, *, optional: bool):
         value = getattr(self, name)
         if optional and value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            allowed = f"an integer of at least {least}" + (" or None" if optional else "")
+        allowed = f"an integer of at least {least}" + (" or None" if optional else "")
+        try:
+            found = integer(value)
+        except TypeError:
+            found = None
+        if found is None or found < least:
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        object.__setattr__(self, name, found)
 
     def for_platform(self, platform: str) -> EngineConfig:
         """This with what depends on the platform ("cpu", "gpu") filled in: `dtype`, `steps_per_burst`

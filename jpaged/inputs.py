@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from jpaged.checks import integer
 from jpaged.request import Request, SamplingParams
 from jpaged.runtime.engine import Engine
 from jpaged.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Iterable[int] | Mapping[str, Any]
 
 
 class Inputs:
@@ -37,8 +38,7 @@ class Inputs:
         Raises:
             ValueError: naming the prompt that cannot run, or the parameters.
         """
-        if _is_one_prompt(prompts):
-            prompts = [prompts]
+        prompts = _list_of_prompts(prompts)
         texts, ids, salts = [], [], []
         for number, prompt in enumerate(prompts):
             text, tokens = self._tokenize(prompt, number)
@@ -53,10 +53,8 @@ class Inputs:
         Raises:
             ValueError: naming the conversation that cannot run, or the parameters.
         """
-        one = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations = [messages] if one else list(messages)
         texts, ids = [], []
-        for number, conversation in enumerate(conversations):
+        for number, conversation in enumerate(_list_of_conversations(messages)):
             try:
                 text, tokens = self._tokenizer.chat(conversation)
                 texts.append(text)
@@ -79,11 +77,10 @@ class Inputs:
                 return prompt, self._tokenizer.encode(prompt)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
-        if isinstance(prompt, Sequence) or hasattr(prompt, "tolist"):
-            values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-            if all(isinstance(token, int) and not isinstance(token, bool) for token in values):
-                return None, values
-        raise ValueError(f"prompt {number} must be a text or a list of token ids, got {prompt!r:.80}")
+        tokens = _token_ids(prompt)
+        if tokens is None:
+            raise ValueError(f"prompt {number} must be a text or a list of token ids, got {prompt!r:.80}")
+        return None, tokens
 
     def _checked(
         self,
@@ -101,7 +98,8 @@ class Inputs:
             params = list(sampling_params)
             if len(params) != len(ids):
                 raise ValueError(f"{len(ids)} prompts need as many SamplingParams (or one for all), got {len(params)}")
-        priorities = [priority] * len(ids) if isinstance(priority, int) else list(priority)
+        one = not isinstance(priority, Iterable) or getattr(priority, "ndim", None) == 0
+        priorities = [priority] * len(ids) if one else list(priority)
         if len(priorities) != len(ids):
             raise ValueError(f"{len(ids)} prompts need as many priorities (or one for all), got {len(priorities)}")
         requests = []
@@ -122,12 +120,50 @@ class Inputs:
         return next(self._ids)
 
 
-def _is_one_prompt(prompts: Any) -> bool:
+def _list_of_prompts(prompts: Any) -> list[Any]:
+    """The prompts of a call. A list of ids is one prompt, also an empty one given as [[]]; [] is no prompts."""
+    if isinstance(prompts, (bytes, bytearray, memoryview)):
+        raise ValueError(f"prompts are texts or token ids, not bytes: decode them first; got {bytes(prompts)!r:.60}")
     if isinstance(prompts, (str, Mapping)):
-        return True
-    if hasattr(prompts, "ndim"):
-        return prompts.ndim == 1
-    if not isinstance(prompts, Sequence):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", None) == 0:
         raise ValueError(f"prompts must be a text, a list of token ids, or a list of these; got {prompts!r:.80}")
-    # A list of ids, also an empty one given alone as [[]] or among others, is a prompt; [] is no prompts.
-    return len(prompts) > 0 and isinstance(prompts[0], int) and not isinstance(prompts[0], bool)
+    if hasattr(prompts, "ndim"):  # an array of ids, or of as many rows as prompts
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    listed = list(prompts)
+    return [listed] if listed and _is_token(listed[0]) else listed
+
+
+def _token_ids(prompt: Any) -> list[int] | None:
+    """A prompt's ids as Python integers; None: it is no list of integers."""
+    if isinstance(prompt, (bytes, bytearray, memoryview, Set, Mapping)) or not isinstance(prompt, Iterable):
+        return None
+    # One call moves an array to the host; its items are Python numbers then.
+    values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    try:
+        return [integer(token) for token in values]
+    except TypeError:
+        return None
+
+
+def _is_token(value: Any) -> bool:
+    try:
+        integer(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _list_of_conversations(messages: Any) -> list[list[Any]]:
+    """The conversations of a call. A message alone, or a list of messages, is one conversation."""
+    example = 'a list like [{"role": "user", "content": "Hello"}], or a list of these'
+    if isinstance(messages, Mapping):
+        return [[messages]]
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
+        raise ValueError(f"messages must be {example}; got {messages!r:.80}")
+    listed = list(messages)
+    if listed and isinstance(listed[0], Mapping):
+        return [listed]
+    if any(isinstance(one, (str, bytes, Mapping)) or not isinstance(one, Iterable) for one in listed):
+        raise ValueError(f"messages must be {example}; got {messages!r:.80}")
+    return [list(one) for one in listed]

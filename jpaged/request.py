@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
+
+from jpaged.checks import checked
 
 
 class FinishReason(StrEnum):
@@ -57,26 +60,35 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _check("n", self.n, int, lambda v: v >= 1, "at least 1")
-        _check("temperature", self.temperature, float, lambda v: math.isfinite(v) and v >= 0, "finite, at least 0")
-        _check("top_k", self.top_k, int, lambda v: -1 <= v < 2**31, "-1 or 0 (all tokens) or a positive count")
-        _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "in (0, 1]")
-        _check("min_p", self.min_p, float, lambda v: 0 <= v <= 1, "in [0, 1]")
-        _check("min_tokens", self.min_tokens, int, lambda v: 0 <= v < 2**31, "at least 0")
+        stops = () if self.stop_token_ids is None else self.stop_token_ids
+        if isinstance(stops, (str, bytes)) or not hasattr(stops, "__iter__"):
+            raise ValueError(f"stop_token_ids must be token ids, at least 0; got {stops!r:.80}")
+        object.__setattr__(self, "stop_token_ids", tuple(stops))
+        _set(self, "n", int, lambda v: v >= 1, "at least 1")
+        _set(self, "temperature", float, lambda v: math.isfinite(v) and v >= 0, "finite, at least 0")
+        _set(self, "top_k", int, lambda v: -1 <= v < 2**31, "-1 or 0 (all tokens) or a positive count")
+        _set(self, "top_p", float, lambda v: 0 < v <= 1, "in (0, 1]")
+        _set(self, "min_p", float, lambda v: 0 <= v <= 1, "in [0, 1]")
+        _set(self, "min_tokens", int, lambda v: 0 <= v < 2**31, "at least 0")
         if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens, int, lambda v: v >= 1, "at least 1, or None")
+            _set(self, "max_tokens", int, lambda v: v >= 1, "at least 1, or None")
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if self.seed is not None:
-            _check("seed", self.seed, int, lambda v: 0 <= v < 2**32, "in [0, 2**32), or None")
+            _set(self, "seed", int, lambda v: 0 <= v < 2**32, "in [0, 2**32), or None")
         if self.logprobs is not None:
             words = "0 (those of the generated tokens) or None; the most probable others are not offered"
-            _check("logprobs", self.logprobs, int, lambda v: v == 0, words)
-        for token in self.stop_token_ids:
-            _check("stop_token_ids", token, int, lambda v: 0 <= v < 2**31, "token ids, at least 0")
+            _set(self, "logprobs", int, lambda v: v == 0, words)
+        words = "token ids, at least 0"
+        stops = [checked("stop_token_ids", one, int, lambda v: 0 <= v < 2**31, words) for one in self.stop_token_ids]
+        object.__setattr__(self, "stop_token_ids", tuple(stops))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+
+
+def _set(own: Any, name: str, kind: type, allowed: Callable[[Any], bool], words: str) -> None:
+    """Makes a field of a frozen dataclass the Python number that it stands for; see `jpaged.checks`."""
+    object.__setattr__(own, name, checked(name, getattr(own, name), kind, allowed, words))
 
 
 @dataclass(frozen=True)
@@ -102,9 +114,11 @@ class BeamSearchParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        _check("beam_width", self.beam_width, int, lambda v: v >= 1, "at least 1")
-        _check("length_penalty", self.length_penalty, float, math.isfinite, "finite")
-        object.__setattr__(self, "stop_token_ids", self.sampling_params().stop_token_ids)
+        _set(self, "beam_width", int, lambda v: v >= 1, "at least 1")
+        _set(self, "length_penalty", float, math.isfinite, "finite")
+        own = self.sampling_params()
+        object.__setattr__(self, "max_tokens", own.max_tokens)
+        object.__setattr__(self, "stop_token_ids", own.stop_token_ids)
 
     def sampling_params(self) -> SamplingParams:
         """What the engine needs to know of each beam."""
@@ -112,15 +126,6 @@ class BeamSearchParams:
             n=self.beam_width, temperature=0, max_tokens=self.max_tokens, stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
         )  # fmt: skip
-
-
-def _check(name, value, kind, allowed, words):
-    numeric = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-    if not numeric:  # numpy scalars say what they are through __index__ / __float__
-        dtype_kind = getattr(getattr(value, "dtype", None), "kind", "")
-        numeric = getattr(value, "shape", None) == () and dtype_kind in ("fiu" if kind is float else "iu")
-    if not numeric or not allowed(value):
-        raise ValueError(f"{name} must be {words}; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ class Request:
     def __post_init__(self):
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise ValueError(f"cache_salt must be a text that is not empty, or None; got {self.cache_salt!r:.80}")
-        _check("priority", self.priority, int, lambda v: -(2**31) <= v < 2**31, "an integer of 32 bits")
+        _set(self, "priority", int, lambda v: -(2**31) <= v < 2**31, "an integer of 32 bits")
 
 
 @dataclass(frozen=True)

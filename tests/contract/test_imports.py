@@ -27,7 +27,7 @@ LAYERS = [
     {"jpaged.quant", "jpaged.parallel"},
     {"jpaged.record.stats"},
     {"jpaged.pool", "jpaged.config", "jpaged.request", "jpaged.startup"},
-    {"jpaged.policy"},
+    {"jpaged.policy", "jpaged.checks"},
 ]
 #: `step` and `models` are siblings: neither knows the other.
 SIBLINGS = [{"jpaged.step", "jpaged.models"}]
