@@ -20,7 +20,7 @@ from jpaged.models.load import load_checkpoint, resolve
 from jpaged.models.spec import ModelConfig
 from jpaged.record.replay import replay
 from jpaged.record.saving import Saved
-from jpaged.record.stats import EngineStats
+from jpaged.record.stats import EngineStats, History
 from jpaged.record.trace import Trace
 from jpaged.request import (
     BeamSearchOutput,
@@ -331,8 +331,13 @@ class LLM:
         self.engine.warmup(use_tqdm=use_tqdm)
 
     def stats(self) -> EngineStats:
-        """Totals since the start, and how pages stand."""
+        """Totals since the start, and how pages stand. A notebook shows them as a table."""
         return self.engine.stats()
+
+    @property
+    def history(self) -> History:
+        """What each step did: `history.to_arrays()`, `history.to_dataframe()`, `history[-1]`."""
+        return History(self.engine.history)
 
     @property
     def trace(self) -> Trace:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, overload
+
+import numpy as np
 
 from jpaged.request import FinishReason
 
@@ -81,7 +83,44 @@ class StepStats:
         )
 
 
-@dataclass(frozen=True)
+class History(Sequence[StepStats]):
+    """The steps of an engine, in order, as a list, as arrays, or as a table of pandas."""
+
+    def __init__(self, steps: Iterable[StepStats]):
+        self._steps = tuple(steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, index: int) -> StepStats: ...
+    @overload
+    def __getitem__(self, index: slice) -> History: ...
+    def __getitem__(self, index: int | slice) -> StepStats | History:
+        return History(self._steps[index]) if isinstance(index, slice) else self._steps[index]
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """An array `[steps] int64` for each field of `StepStats`, by its name."""
+        names = [f.name for f in fields(StepStats)]
+        return {name: np.array([getattr(step, name) for step in self._steps], np.int64) for name in names}
+
+    def to_dataframe(self) -> Any:
+        """A `pandas.DataFrame` with a row for each step.
+
+        Raises:
+            ImportError: pandas is not installed; jpaged does not need it otherwise.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_dataframe needs pandas: pip install pandas, or use to_arrays()") from error
+        return pandas.DataFrame(self.to_arrays()).set_index("step")
+
+    def __repr__(self) -> str:
+        return f"History({len(self)} steps; to_arrays(), to_dataframe())"
+
+
+@dataclass(frozen=True, repr=False)
 class EngineStats:
     """Totals since the engine was made, and how things stand. A row-step is one token position computed once; it is
     wasted on padding, and on tokens that preemption made the engine compute again. Free, cached and in-use pages are
@@ -108,16 +147,31 @@ class EngineStats:
         """Share of prompt tokens that did not have to be computed."""
         return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
 
-    def __str__(self) -> str:
+    def _rows(self) -> list[tuple[str, str]]:
         computed = self.useful_row_steps + self.wasted_row_steps
         share = self.wasted_row_steps / computed if computed else 0.0
-        return (
-            f"{self.running} running, {self.waiting} waiting; pages: {self.in_use_pages} of {self.total_pages} in use, "
-            f"{self.cached_pages} cached; {self.prefix_hit_rate:.0%} of prompt tokens found computed; "
-            f"{self.steps} steps, {computed} row-steps of which {share:.0%} wasted, {self.preemptions} preemptions "
-            f"({self.swaps} by swapping); "
-            f"{self.num_programs} programs compiled in {self.compile_seconds:.1f} s"
-        )
+        return [
+            ("requests", f"{self.running:,} running, {self.waiting:,} waiting"),
+            (
+                "pages",
+                f"{self.in_use_pages:,} of {self.total_pages:,} in use, {self.cached_pages:,} cached, "
+                f"{self.free_pages:,} free",
+            ),
+            ("prompt tokens found", f"{self.prefix_hits:,} of {self.prefix_queries:,} ({self.prefix_hit_rate:.0%})"),
+            ("steps", f"{self.steps:,}"),
+            ("row-steps", f"{computed:,}, {share:.0%} of them wasted"),
+            ("preemptions", f"{self.preemptions:,}, {self.swaps:,} of them by swapping"),
+            ("programs", f"{self.num_programs} compiled in {self.compile_seconds:.1f} s"),
+        ]
+
+    def __repr__(self) -> str:
+        width = max(len(label) for label, _ in self._rows())
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in self._rows())
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a table, rounded."""
+        cells = "".join(f"<tr><th>{label}</th><td>{value}</td></tr>" for label, value in self._rows())
+        return f"<table>{cells}</table>"
 
 
 @dataclass(frozen=True)
