@@ -153,7 +153,7 @@ def main() -> None:
         each = _host_seconds(engine, requests_of(count, tokens=4)) / count
         first = first or each
         print(f"| {count:,} | {1e6 * each:.1f} | {each / first:.2f} |")
-    print("\nA long prompt, 16 requests of 64 tokens each, microseconds of the host a token:")
+    print("\nA long prompt, 64 requests of 64 tokens each, microseconds of the host a token:")
     print("| prompt | us a token | to the first |\n|---|---|---|")
     first = None
     for prompt in (8, 900):

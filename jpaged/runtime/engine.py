@@ -376,6 +376,9 @@ class Engine:
         request that has a row and has never run: the two change places."""
         self._queue.order()
         self._fill_rows()
+        if len(self._worst) > 4 * (self.config.max_num_seqs + self.config.max_queue):  # mostly of rows that have run
+            self._worst = [(-row.rank[0], -uid) for uid, row in self._books.fresh.items() if row.rank is not None]
+            heapq.heapify(self._worst)
         if not len(self._queue):
             return
         coming, going = [], []

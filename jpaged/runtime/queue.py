@@ -60,6 +60,9 @@ class HostQueue:
     def discard(self, uid: int) -> None:
         """Takes a request out, wherever it stands; it need not be here. Call `order` before."""
         self._ranks.pop(uid, None)
+        if len(self._heap) > 2 * len(self._ranks) + _AT_ONCE:  # mostly of requests that were taken out
+            self._heap = list(self._ranks.values())
+            heapq.heapify(self._heap)
 
     def first(self) -> Rank | None:
         """The rank of the request that goes first; None: none waits. Call `order` before."""
