@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 from jpaged.checks import integer
+from jpaged.models.load import Checkpoint
 from jpaged.request import Request, SamplingParams
 from jpaged.runtime.engine import Engine
 from jpaged.text.tokenizer import Tokenizer
 
 Prompt = str | Iterable[int] | Mapping[str, Any]
+
+
+def tokenizer_for(checkpoint: Checkpoint, given: Any, chat_template: str | Path | None) -> Tokenizer:
+    """The tokenizer of an LLM; nothing of the weights is read.
+
+    Args:
+        checkpoint: of the model.
+        given: a Tokenizer, or the directory or `.gguf` file that holds one; None: the checkpoint's own.
+        chat_template: a jinja2 template or the path of one, for whichever tokenizer it is; None: its own.
+
+    Raises:
+        ValueError: `given` is none of these, or cannot be read.
+    """
+    if given is None:
+        return Tokenizer.load(checkpoint.tokenizer_source, chat_template=chat_template)
+    if isinstance(given, (str, Path)):
+        return Tokenizer.load(given, chat_template=chat_template)
+    if not isinstance(given, Tokenizer):
+        raise ValueError(f"tokenizer must be a jpaged.Tokenizer, a directory or a .gguf file; got {given!r:.80}")
+    return given if chat_template is None else given.with_chat_template(chat_template)
 
 
 class Inputs:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from tqdm import TqdmWarning
 
 from jpaged.config import EngineConfig
-from jpaged.inputs import Inputs, Prompt
+from jpaged.inputs import Inputs, Prompt, tokenizer_for
 from jpaged.models.decoder import load_decoder
 from jpaged.models.load import load_checkpoint, resolve
 from jpaged.models.spec import ModelConfig
+from jpaged.options import engine_fields, with_engine_options
 from jpaged.record.replay import replay
 from jpaged.record.saving import Saved
 from jpaged.record.stats import EngineStats, History
@@ -55,30 +56,34 @@ class LLM:
     Args:
         model: a directory (Hugging Face or one of ours), a `.gguf` file, a built-in name such as "smollm2-135m", or a
             Hugging Face hub id.
-        config: sizes of the engine; single fields can be given as keywords instead, as in vLLM:
-            `LLM(model, max_num_seqs=16, seed=1)`.
-        tokenizer: a Tokenizer in place of the model's own.
-        chat_template: a jinja2 chat template in place of the model's own.
+        config: sizes of the engine.
+        tokenizer: a Tokenizer, or the directory or `.gguf` file of one, in place of the model's own.
+        chat_template: a jinja2 chat template, or the path of one, in place of the tokenizer's own.
+        options: single fields of `EngineConfig`, which explains them: `LLM(model, max_num_seqs=16, seed=1)`. Names of
+            vLLM are understood, see `jpaged.options`.
 
     Raises:
-        ValueError: for an unknown model, a checkpoint that is not whole, or sizes that do not fit.
+        TypeError: for an unknown option; the message has the nearest name.
+        ValueError: for an unknown model, a checkpoint that is not whole, an option that this engine cannot follow, or
+            sizes that do not fit.
     """
 
+    @with_engine_options
     def __init__(
         self,
         model: str | Path,
         *,
         config: EngineConfig | None = None,
-        tokenizer: Tokenizer | None = None,
-        chat_template: str | None = None,
-        **sizes: Any,
+        tokenizer: Tokenizer | str | Path | None = None,
+        chat_template: str | Path | None = None,
+        **options: Any,
     ):
-        config = replace(config or EngineConfig(), **sizes).for_platform(jax.default_backend())
+        config = replace(config or EngineConfig(), **engine_fields(options)).for_platform(jax.default_backend())
         checkpoint = load_checkpoint(resolve(model))
+        self.model = str(model)
+        self.tokenizer = tokenizer_for(checkpoint, tokenizer, chat_template)  # before any weight is read
         dtype = config.dtype
         decoder, params = load_decoder(checkpoint.config, checkpoint.parameters(dtype), jnp.dtype(dtype))
-        self.model = str(model)
-        self.tokenizer = tokenizer or Tokenizer.load(checkpoint.tokenizer_source, chat_template=chat_template)
         # As in vLLM, the tokenizer's end-of-sequence token counts beside those of the configuration.
         ends = dict.fromkeys((*checkpoint.config.eos_token_ids, *self.tokenizer.eos_token_ids))
         shapes = replace(checkpoint.config, eos_token_ids=tuple(ends))
@@ -246,8 +251,8 @@ class LLM:
         directory: str | Path,
         *,
         model: str | Path | None = None,
-        tokenizer: Tokenizer | None = None,
-        chat_template: str | None = None,
+        tokenizer: Tokenizer | str | Path | None = None,
+        chat_template: str | Path | None = None,
         **changes: Any,
     ) -> LLM:
         """An LLM that goes on where `save_state` was called: `resume` finishes what had not ended, and every token is

@@ -17,7 +17,7 @@ LAYERS = [
     {"jpaged", "jpaged.cli", "jpaged.demo"},  # the doors; `jpaged` itself only names things
     {"jpaged.bench", "jpaged.serve"},
     {"jpaged.llm", "jpaged.baseline"},
-    {"jpaged.inputs", "jpaged.saved_llm"},
+    {"jpaged.inputs", "jpaged.options", "jpaged.saved_llm"},
     {"jpaged.viz", "jpaged.record.replay", "jpaged.runtime.outputs", "jpaged.runtime.streams", "jpaged.simulate"},
     {"jpaged.runtime"},
     {"jpaged.record"},
