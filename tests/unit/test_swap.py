@@ -129,7 +129,7 @@ def test_nothing_is_computed_twice(steps_per_burst):
     computed = sum(len(request.prompt_token_ids) + (request.params.max_tokens or 0) - 1 for request in requests)
     assert sum(step.scheduled_tokens for step in engine.history) == stats.useful_row_steps == computed
     assert sum(step.swapped_in for step in engine.history) == sum(step.swapped_out for step in engine.history)
-    assert f"{stats.preemptions} preemptions ({stats.swaps} by swapping)" in str(stats)
+    assert f"{stats.preemptions}, {stats.swaps} of them by swapping" in str(stats)
 
 
 def test_what_comes_out_does_not_notice():
