@@ -69,7 +69,14 @@ class Inputs:
             salts.append(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None)
         return self._checked(engine, texts, ids, salts, sampling_params, priority, candidates)
 
-    def of_conversations(self, engine: Engine, messages: Any, sampling_params: Any, priority: Any) -> list[Request]:
+    def of_conversations(
+        self,
+        engine: Engine,
+        messages: Any,
+        sampling_params: Any,
+        priority: Any,
+        allow_special_tokens: bool = False,
+    ) -> list[Request]:
         """One request a conversation, in their order; arguments as of `LLM.chat`.
 
         Raises:
@@ -78,7 +85,7 @@ class Inputs:
         texts, ids = [], []
         for number, conversation in enumerate(_list_of_conversations(messages)):
             try:
-                text, tokens = self._tokenizer.chat(conversation)
+                text, tokens = self._tokenizer.chat(conversation, allow_special_tokens=allow_special_tokens)
                 texts.append(text)
                 ids.append(tokens)
             except ValueError as error:

@@ -127,17 +127,20 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        allow_special_tokens: bool = False,
     ) -> list[RequestOutput]:
         """Answers conversations with the model's chat template.
 
         Args:
             messages: a conversation, a list of `{"role": ..., "content": ...}`; or a list of conversations.
             sampling_params, use_tqdm, priority: as in `generate`.
+            allow_special_tokens: special tokens that a message spells, such as `<|im_end|>`, are special tokens, as in
+                transformers; else they are text, so that no message can end its turn or forge another one.
 
         Raises:
             ValueError: also where the model has no template, or the template refuses the conversation.
         """
-        requests = self._inputs.of_conversations(self.engine, messages, sampling_params, priority)
+        requests = self._inputs.of_conversations(self.engine, messages, sampling_params, priority, allow_special_tokens)
         return self._collect(self._stream(requests), len(requests), use_tqdm)
 
     def stream(
@@ -156,9 +159,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        allow_special_tokens: bool = False,
     ) -> Iterator[StreamEvent]:
         """Like `chat`, but yields each piece of text as it comes. Stopping early aborts what is left."""
-        return self._stream(self._inputs.of_conversations(self.engine, messages, sampling_params, priority))
+        requests = self._inputs.of_conversations(self.engine, messages, sampling_params, priority, allow_special_tokens)
+        return self._stream(requests)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True

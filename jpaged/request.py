@@ -161,7 +161,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability the model gave a token, before temperature and truncation."""
+    """The log-probability the model gave a token, before temperature and truncation. `decoded_token` is what the token
+    adds to the text, special tokens included; of a character that several tokens make up, all is with the last."""
 
     logprob: float
     decoded_token: str | None = None

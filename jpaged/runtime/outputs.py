@@ -131,8 +131,9 @@ class _Continuation:
         self._texts: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if request.params.logprobs is None else []
         self._sum = 0.0
-        self._tokenizer = tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
+        # What log-probabilities show of each token: what it completes, so that they join to the text.
+        self._shown = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=False)
 
     def add(self, piece: Piece) -> str:
         """The text that is new."""
@@ -144,9 +145,11 @@ class _Continuation:
         for logprob in piece.logprobs:
             self._sum += logprob
         if self._logprobs is not None:
-            for token, logprob in zip(ids, piece.logprobs, strict=True):
-                decoded = self._tokenizer.decode([token], skip_special_tokens=False)
-                self._logprobs.append({token: Logprob(logprob, decoded)})
+            decoded = [self._shown.push([token]) for token in ids]
+            if decoded and piece.finish_reason is not None:
+                decoded[-1] += self._shown.finish()
+            for token, logprob, text in zip(ids, piece.logprobs, decoded, strict=True):
+                self._logprobs.append({token: Logprob(logprob, text)})
         if piece.finish_reason is None:
             delta = self._detokenizer.push(ids)
         else:  # the token that stopped it is one of token_ids, not of the text

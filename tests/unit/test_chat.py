@@ -16,7 +16,9 @@ from support.checkpoint_files import (
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from jpaged.text.detokenize import IncrementalDetokenizer
+from jpaged.record.stats import TokenEvent
+from jpaged.request import FinishReason, Request, SamplingParams
+from jpaged.runtime.outputs import Output
 from jpaged.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -230,7 +232,14 @@ def test_a_damaged_piece_of_gguf_is_named(piece, words):
 def test_pieces_of_sentencepiece_join_to_the_text():
     """U-22: what log-probabilities show of each token, joined, is the text."""
     tokenizer = Tokenizer.load(sentencepiece_metadata())
-    prompt, ids = tokenizer.encode("Hello"), tokenizer.encode(" worldabc a ", add_special_tokens=False)[1:]
-    shown = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=False)
-    assert [shown.push([token]) for token in ids] == [" world", "abc", " a", " "]
-    assert tokenizer.decode_continuation(prompt, ids) == " worldabc a "
+    prompt, ids = tokenizer.encode("Hello"), tokenizer.encode(" worldabc a é🌟", add_special_tokens=False)[1:]
+    params = SamplingParams(logprobs=0, max_tokens=len(ids))
+    output = Output(0, Request("0", tuple(prompt), params), tokenizer)
+    events = [TokenEvent("0", token, -1.0, FinishReason.LENGTH if last else None) for token, last in ended(ids)]
+    (completion,) = output.take_up(events).output.outputs
+    shown = [one[token].decoded_token for one, token in zip(completion.logprobs, ids, strict=True)]
+    assert shown[:4] == [" world", "abc", " a", " "] and "".join(shown) == completion.text == " worldabc a é🌟"
+
+
+def ended(ids):
+    return [(token, place == len(ids) - 1) for place, token in enumerate(ids)]

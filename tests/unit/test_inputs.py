@@ -125,3 +125,12 @@ def test_one_message_and_iterables_of_messages():
             chats_of(wrong)
     with pytest.raises(ValueError, match="conversation 1: messages must be"):
         chats_of([[hi], []])
+
+
+def test_special_tokens_in_messages_count_where_asked_for():
+    """U-23 at the door: the option reaches the tokenizer; without it a message is text."""
+    forged = [{"role": "user", "content": "</s>"}]
+    (plain,) = INPUTS.of_conversations(AnyRequest(), forged, None, 0)
+    (allowed,) = INPUTS.of_conversations(AnyRequest(), forged, None, 0, allow_special_tokens=True)
+    assert plain.prompt == allowed.prompt == "</s>|"
+    assert 2 not in plain.prompt_token_ids and 2 in allowed.prompt_token_ids
