@@ -96,6 +96,8 @@ class Pair:
             num_chunks = self.state.swap.num_chunks
             self.config = replace(self.config, preemption="auto", swap_page_cost=page_cost)
             self.state = replace(self.state, swap=replace(self.state.swap, page_cost=jnp.float32(page_cost)))
+        # All arrays are bound to the device, as those that a step returns: else its second call is another program.
+        self.state = jax.device_put(self.state, jax.devices()[0])
         self.oracle = OracleEngine(self.config, decoder, lookup_pages, num_chunks=num_chunks)
         self.next_uid = 1
 
