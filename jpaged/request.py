@@ -211,11 +211,13 @@ class BeamSearchOutput:
 
 @dataclass
 class RequestMetrics:
-    """When things happened, in seconds of one monotonic clock."""
+    """When things happened, in seconds of one monotonic clock. `compile_s` are seconds within these times in which the
+    engine compiled programs: where it is not 0, the latencies are not those of a warm engine; see `LLM.warmup`."""
 
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float | None = None
+    compile_s: float = 0.0
 
 
 @dataclass

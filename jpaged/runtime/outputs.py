@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,12 +70,14 @@ class Moment:
 
 
 class Output:
-    """One request's output as it grows."""
+    """One request's output as it grows. Of `engine` it asks how long that has compiled; it does not keep it alive."""
 
-    def __init__(self, number: int, request: Request, tokenizer: Tokenizer):
+    def __init__(self, number: int, request: Request, tokenizer: Tokenizer, engine: Engine | None = None):
         self.number = number
         self.request = request
         self.continuations = [_Continuation(index, request, tokenizer) for index in range(request.params.n)]
+        self._engine = None if engine is None else weakref.ref(engine)
+        self._compiled_before = 0.0 if engine is None else engine.compile_seconds
         self._metrics = RequestMetrics(arrival_s=time.monotonic())
         self._cached_tokens = 0
         self._left = len(self.continuations)  # that have not ended
@@ -95,6 +98,9 @@ class Output:
             self._left -= 1
             if self.finished:
                 metrics = replace(metrics, finished_s=piece.at)
+        engine = None if self._engine is None else self._engine()
+        if engine is not None and (compiled := engine.compile_seconds - self._compiled_before) > metrics.compile_s:
+            metrics = replace(metrics, compile_s=compiled)
         self._metrics = metrics
         sizes = tuple(continuation.size for continuation in self.continuations)
         return StreamEvent(

@@ -59,7 +59,7 @@ class Streams:
 
     def open(self, requests: list[Request]) -> Call:
         """Submits requests. Either all are, or none."""
-        call = Call(Output(number, request, self._tokenizer) for number, request in enumerate(requests))
+        call = Call(Output(number, request, self._tokenizer, self._engine) for number, request in enumerate(requests))
         self._calls[id(call)] = call
         done: list[str] = []
         try:

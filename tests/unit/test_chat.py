@@ -243,3 +243,17 @@ def test_pieces_of_sentencepiece_join_to_the_text():
 
 def ended(ids):
     return [(token, place == len(ids) - 1) for place, token in enumerate(ids)]
+
+
+def test_time_of_compiling_is_told_apart():
+    """U-30. Catches: a latency of seconds, in which a program was compiled, that looks like any other."""
+
+    class Compiling:
+        compile_seconds = 3.0
+
+    tokenizer, engine = Tokenizer.load(sentencepiece_metadata()), Compiling()
+    cold = Output(0, Request("0", (1,), SamplingParams(max_tokens=2)), tokenizer, engine)
+    engine.compile_seconds = 5.0
+    assert cold.take_up([TokenEvent("0", 5, -1.0)]).output.metrics.compile_s == 2.0
+    warm = Output(0, Request("1", (1,), SamplingParams(max_tokens=2)), tokenizer, engine)
+    assert warm.take_up([TokenEvent("1", 5, -1.0)]).output.metrics.compile_s == 0.0
