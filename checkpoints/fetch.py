@@ -18,11 +18,22 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from platformdirs import user_cache_dir
 
+from checkpoints.huggingface import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TOKENIZER_FILES,
+    shards,
+)
+
 CACHE_VARIABLE = "JPAGED_CACHE"
 
-#: what a model needs from a hub repository: no pickles, no second copy of the weights in another format
-HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
-
+#: What is fetched of a repository of the hub before its weights, by whole names: what `HuggingFaceSource` and a
+#: tokenizer read. Whatever else is there (pickles, weights in the form of another program, code) stays there.
+HUB_FILES = (
+    CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, *TOKENIZER_FILES,
+)  # fmt: skip
 
 # downloads in progress: then the machine and the process, so that those of dead processes can be told
 _PARTIAL = ".partial-"
@@ -168,7 +179,8 @@ def _sha256(file: Path) -> str:
 
 
 def hub(repo_id: str, revision: str | None = None) -> Path:
-    """The directory of a snapshot of a Hugging Face repository, in huggingface_hub's own cache.
+    """The directory of a snapshot of a Hugging Face repository, in huggingface_hub's own cache. Of the weights only the
+    files that the index names are fetched, or the one file where there is no index.
 
     Args:
         repo_id: "organisation/name".
@@ -178,7 +190,10 @@ def hub(repo_id: str, revision: str | None = None) -> Path:
         FetchError: no such repository or revision, no access, or no network.
     """
     try:
-        return Path(huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=HUB_PATTERNS))
+        path = Path(huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(HUB_FILES)))
+        weights = sorted(shards(path / INDEX_FILE)) if (path / INDEX_FILE).is_file() else [SINGLE_FILE]
+        # A snapshot's folder is called after its commit: a branch may have moved on since.
+        return Path(huggingface_hub.snapshot_download(repo_id, revision=path.name, allow_patterns=weights))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()
         raise FetchError(

@@ -16,6 +16,11 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+#: what describes a tokenizer
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
 
 #: element types that are read; any other one (8-bit floats, integers) needs a scheme that is not known here
 CLAIMED_KINDS = ("F64", "F32", "F16", "BF16")
@@ -34,6 +39,24 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{file} must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def shards(index: Path) -> dict[str, set[str]]:
+    """The files that the index of a sharded checkpoint names, and the tensors that each of them holds.
+
+    Raises:
+        ValueError: naming the index, when it says no such thing.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no 'weight_map' that says which file holds which tensor")
+    files: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        # a shard is a file beside its index; anything else would read outside the model's directory
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index} places tensor {name!r} in {file!r}, which is not a plain file name")
+        files.setdefault(file, set()).add(name)
+    return files
 
 
 class HuggingFaceSource:
@@ -97,15 +120,7 @@ class HuggingFaceSource:
         return self._infos[name]
 
     def _open_sharded(self, index: Path) -> None:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no 'weight_map' that says which file holds which tensor")
-        expected: dict[str, set[str]] = {}
-        for name, file in weight_map.items():
-            # a shard is a file beside its index; anything else would read outside the model's directory
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"{index} places tensor {name!r} in {file!r}, which is not a plain file name")
-            expected.setdefault(file, set()).add(name)
+        expected = shards(index)
         if SINGLE_FILE not in expected and (self.path / SINGLE_FILE).exists():
             raise ValueError(
                 f"{self.path} has both {SINGLE_FILE} and an index ({INDEX_FILE}) that does not name it: remove one"

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,8 @@ class OrbaxSource:
     `metadata` is what was saved as such; `files` the directory of the text files.
 
     Raises:
-        ValueError: not such a directory, or one of another version.
+        ValueError: not such a directory, one of another version, or one whose description is damaged. From `read`
+            also where it describes another array than is stored.
     """
 
     def __init__(self, path: str | Path):
@@ -129,11 +130,26 @@ class OrbaxSource:
             )
         if not (self._root / ARRAYS).is_dir():
             raise ValueError(f"{self._root / ARRAYS} is missing: copy the whole directory")
-        self.metadata: Mapping[str, Any] = description["metadata"]
+        self.metadata: Mapping[str, Any] = self._object(description, "metadata")
         self._infos = {
-            name: TensorInfo(tuple(array["shape"]), array["dtype"], self._root / ARRAYS)
-            for name, array in description["arrays"].items()
+            name: self._described(name, array) for name, array in self._object(description, "arrays").items()
         }
+
+    def _object(self, description: Mapping[str, Any], key: str) -> dict[str, Any]:
+        if not isinstance(value := description.get(key), dict):
+            raise ValueError(
+                f"{self._root / DESCRIPTION_FILE} is damaged: {key!r} must be an object, and is {value!r:.80}"
+            )
+        return value
+
+    def _described(self, name: str, array: Any) -> TensorInfo:
+        shape, dtype = (array.get("shape"), array.get("dtype")) if isinstance(array, dict) else (None, None)
+        if isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape) and _is_dtype(dtype):
+            return TensorInfo(tuple(shape), dtype, self._root / ARRAYS)
+        raise ValueError(
+            f"{self._root / DESCRIPTION_FILE} is damaged: it must give the shape and the dtype of array {name!r}, "
+            f"and says {array!r:.80}"
+        )
 
     @property
     def files(self) -> Path:
@@ -174,6 +190,9 @@ class OrbaxSource:
                 arrays = checkpointer.restore(self._root / ARRAYS, args=wanted) if stored else {}
         except (ValueError, KeyError, OSError) as error:
             raise ValueError(f"{self._root / ARRAYS} cannot be restored: {error}") from error
+        # Where there is no such array, Orbax gives back what it was asked with.
+        if absent := sorted(name for name, array in arrays.items() if isinstance(array, int)):
+            raise ValueError(f"{self._root / ARRAYS} has no array {absent[0]!r}, which {DESCRIPTION_FILE} describes")
         for name, array in arrays.items():
             info = self._infos[name]
             if tuple(array.shape) != info.shape or np.dtype(array.dtype).name != info.kind:
@@ -181,8 +200,28 @@ class OrbaxSource:
                     f"array {name!r} of {self.path} is {array.dtype}{tuple(array.shape)}, and "
                     f"{DESCRIPTION_FILE} says {info.kind}{info.shape}"
                 )
-        for name in restore_args.keys() - stored.keys():
+        empty_names = sorted(restore_args.keys() - stored.keys())
+        if held := sorted(set(empty_names) & self._stored_names()) if empty_names else []:
+            raise ValueError(
+                f"{self._root / ARRAYS} has an array {held[0]!r} that is not empty, and {DESCRIPTION_FILE} says that "
+                f"it has the shape {self._infos[held[0]].shape}"
+            )
+        for name in empty_names:
             empty = np.zeros(self._infos[name].shape, jnp.dtype(self._infos[name].kind))
             sharding = getattr(restore_args[name], "sharding", None)
             arrays[name] = empty if sharding is None else jax.device_put(empty, sharding)
         return arrays
+
+    def _stored_names(self) -> set[str]:
+        """The arrays that Orbax has stored, by its own metadata."""
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            found = checkpointer.metadata(self._root / ARRAYS)
+        return set(found.item_metadata.tree) if found is not None and found.item_metadata is not None else set()
+
+
+def _is_dtype(name: Any) -> TypeGuard[str]:
+    """Whether `name` is that of a dtype."""
+    try:
+        return isinstance(name, str) and jnp.dtype(name).name == name
+    except TypeError:
+        return False

@@ -28,8 +28,10 @@ class EngineConfig:
             what the pool holds where that is less.
         max_queue: requests that can wait on the device beside those that run; more wait on the host. None: as many as
             there are slots, at least 64.
-        dtype: of weights, activations and the pool: "float32", "bfloat16", "float16", or "auto" (float32 on a
-            CPU, bfloat16 elsewhere).
+        dtype: of weights and activations: "float32", "bfloat16", "float16", or "auto" (float32 on a CPU, bfloat16
+            elsewhere).
+        kv_cache_dtype: of the keys and values in the pool: "float32", "bfloat16", "float16", or "auto", as `dtype`.
+            Attention's products are computed in it.
         seed: from which requests without a seed of their own draw one.
         gpu_memory_utilization: on a GPU, the share of its memory that weights, pool and the compiled step's
             temporaries may take together; in (0, 1].
@@ -68,6 +70,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_queue: int = None  # type: ignore[assignment]
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     seed: int = 0
     gpu_memory_utilization: float = 0.9
     token_budgets: tuple[int, ...] | None = None
@@ -92,8 +95,9 @@ class EngineConfig:
         self._check("seed", 0, optional=False)
         if self.num_pages is not None and self.pool_bytes is not None:
             raise ValueError(f"give num_pages ({self.num_pages}) or pool_bytes ({self.pool_bytes}), not both")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}")
+        for name in ("dtype", "kv_cache_dtype"):
+            if (value := getattr(self, name)) not in ("auto", *DTYPES):
+                raise ValueError(f"{name} must be 'auto' or one of {DTYPES}, got {value!r}")
         for name in ("enable_prefix_caching", "trace", "compilation_cache"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -176,6 +180,11 @@ class EngineConfig:
             steps_per_burst=self.steps_per_burst or (1 if on_cpu else 8),
             async_scheduling=not on_cpu if self.async_scheduling is None else self.async_scheduling,
         )
+
+    @property
+    def pool_dtype(self) -> str:
+        """The dtype of the pool. Needs `dtype` to be set where `kv_cache_dtype` is "auto"."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from tqdm import TqdmWarning
 
 from jpaged.config import EngineConfig
 from jpaged.inputs import Inputs, Prompt, tokenizer_for
-from jpaged.models.decoder import load_decoder
+from jpaged.models.decoder import load_decoder, replace_weights
 from jpaged.models.load import load_checkpoint, resolve
 from jpaged.models.spec import ModelConfig
 from jpaged.options import engine_fields, with_engine_options
@@ -404,17 +404,23 @@ class LLM:
         """Replaces the weights by those of another checkpoint of the same configuration. Nothing is compiled; what the
         old ones computed is never found again.
 
+        Names, shapes and configuration are checked before anything changes. Then each weight is read, the old one is
+        deleted, and the new one takes its place: two models are never in memory. An array of `params` that was kept is
+        of no use afterwards.
+
         Raises:
             RuntimeError: while requests have not ended.
-            ValueError: for an unknown model, or one of another configuration.
+            ValueError: for an unknown model, or one of another configuration. Nothing has changed then. Also for
+                weights that cannot be read: then this LLM has no usable weights, and refuses requests with a
+                RuntimeError until this method has been called with a checkpoint that is whole.
         """
         checkpoint = load_checkpoint(resolve(model))
-        dtype = self.config.dtype
-        decoder, params = load_decoder(checkpoint.config, checkpoint.parameters(dtype), jnp.dtype(dtype))
         with self.engine.paused():
-            if decoder != self.decoder:
-                raise ValueError(f"{model} has another configuration than {self.model}: {checkpoint.config}")
-            self.engine.replace_params(params)
+            new, running = asdict(checkpoint.config), self.decoder.config
+            if other := [f"{k} {new.get(k)!r} (here {v!r})" for k, v in asdict(running).items() if new.get(k) != v]:
+                raise ValueError(f"{model} has another configuration than {self.model}: {', '.join(other)}")
+            named = checkpoint.parameters(self.config.dtype)
+            self.engine.update_params(lambda params: replace_weights(params, running, named))
             self.model = str(model)
 
     def close(self) -> None:

@@ -89,8 +89,8 @@ def make_engine(kind: str, loaded: Loaded, config: EngineConfig, *, rows: int) -
         return EngineAdapter(kind, engine, page_size=config.page_size), engine.config.to_json()
     if kind == "static":
         length = config.max_model_len or loaded.model_config.max_position_embeddings
-        static = StaticEngine(*model, batch_size=rows, max_model_len=length, dtype=config.dtype)
-        sizes = {"batch_size": rows, "max_model_len": length, "dtype": config.dtype}
+        static = StaticEngine(*model, batch_size=rows, max_model_len=length, dtype=config.pool_dtype)
+        sizes = {"batch_size": rows, "max_model_len": length, "dtype": config.pool_dtype}
         return EngineAdapter(kind, static, page_size=static.page_size), sizes
     raise ValueError(f"engine must be 'continuous' or 'static', got {kind!r}")
 

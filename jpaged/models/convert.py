@@ -8,13 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoints.huggingface import TOKENIZER_FILES
 from jpaged.models.load import GGUF_TOKENIZER_FILE, Checkpoint, load_checkpoint, resolve
-
-#: what describes a tokenizer in a Hugging Face directory; kept as it is
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 
 def save_orbax(dst: str | Path, checkpoint: Checkpoint, dtype: Any = None) -> Path:

@@ -91,7 +91,7 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
 
 
 def _empty(trace: Trace) -> EngineState:
-    return make_state(trace.config, **trace.shape, dtype=jnp.dtype(trace.config.dtype))
+    return make_state(trace.config, **trace.shape, dtype=jnp.dtype(trace.config.pool_dtype))
 
 
 def _compare(trace: Trace, done: int, records: StepRecord) -> None:

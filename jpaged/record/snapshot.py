@@ -150,8 +150,8 @@ def _check(arrays: Mapping[str, Any], state: EngineState, leaves: Mapping[str, j
         if (list(array.shape), array.dtype) != (shape, dtype):
             raise ValueError(
                 f"{name} of the saved state is {array.dtype}{list(array.shape)}, and here it would be {dtype}{shape}: "
-                "model, page_size, max_model_len, max_num_seqs, max_queue and dtype must be those that it was saved "
-                "with; num_pages may be another"
+                "model, page_size, max_model_len, max_num_seqs, max_queue, dtype and kv_cache_dtype must be those that "
+                "it was saved with; num_pages may be another"
             )
     named = set(pages.tolist())
     if len(named) < count or SCRATCH_PAGE in named or any(number < 0 for number in named):

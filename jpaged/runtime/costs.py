@@ -124,9 +124,10 @@ class CostModel:
     bytes_per_token: int  # keys and values of one token
 
     @classmethod
-    def of(cls, model: ModelConfig, dtype: str, machine: Machine) -> CostModel:
-        """Of a model whose weights and pool are of `dtype`. Every token attends to all before it, also where the model
-        has a sliding window, and has logits: both are more than is computed."""
+    def of(cls, model: ModelConfig, dtype: str, machine: Machine, *, kv_cache_dtype: str | None = None) -> CostModel:
+        """Of a model whose weights are of `dtype` and whose pool is of `kv_cache_dtype` (None: of `dtype` too). Every
+        token attends to all before it, also where the model has a sliding window, and has logits: both are more than
+        is computed."""
         # Of a table of embeddings that is not the head as well, a step reads a row for each token.
         table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
         return cls(
@@ -134,7 +135,7 @@ class CostModel:
             weight_bytes=sizing.weight_bytes(model, dtype) - table * sizing.dtype_bytes(dtype),
             flops_per_token=2.0 * (model.num_parameters - table),
             flops_per_key=4.0 * model.num_layers * model.num_heads * model.head_dim,
-            bytes_per_token=sizing.bytes_per_token(model, dtype),
+            bytes_per_token=sizing.bytes_per_token(model, kv_cache_dtype or dtype),
         )
 
     def step(self, tokens: Any, keys_read: Any, pairs: Any) -> Any:

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -63,7 +63,7 @@ class Engine:
         params: its weights.
         model_config: its shapes.
         config: the engine's. What it leaves open (None, "auto") is filled in; `engine.config` is the result.
-            `dtype` is that of the pool.
+            Its `pool_dtype` is that of the pool.
 
     Raises:
         ValueError: for sizes that do not fit each other, the model, or the device.
@@ -89,6 +89,7 @@ class Engine:
         self._namespaces = Namespaces()
         self._next_uid = 0
         self.weight_version = 0
+        self._weights_lost: str | None = None  # why there is no whole model
         #: What each step did, as far as records were read.
         self.history: deque[StepStats] = deque(maxlen=_HISTORY)
         self._totals = dict.fromkeys(TOTALS, 0)
@@ -165,7 +166,9 @@ class Engine:
     # -- requests in
 
     def check(self, request: Request) -> None:
-        """Raises ValueError, in words, if `request` can never run here. Nothing is changed."""
+        """Raises ValueError, in words, if `request` can never run here, and RuntimeError if nothing can, because the
+        engine has no whole weights. Nothing is changed."""
+        self._check_weights()
         check_request(
             request, self.model_config, max_model_len=self.max_model_len, page_size=self.config.page_size,
             num_pages=self.num_pages,
@@ -643,9 +646,7 @@ class Engine:
             ValueError: for weights of another structure, shape or dtype. The old ones stay.
         """
         with self.paused():
-            if self._books.rows:
-                count = len(self._books.rows)
-                raise RuntimeError(f"weights cannot be replaced while {count} requests have not ended")
+            self._refuse_while_running()
 
             def fitted(path, was, now):
                 if (was.shape, was.dtype) != (now.shape, now.dtype):
@@ -654,9 +655,52 @@ class Engine:
                 return jax.device_put(now, was.sharding)
 
             self.device.params = jax.tree_util.tree_map_with_path(fitted, self.device.params, params)
-            self.weight_version += 1
-            self.device.tell(ReplaceParams())
-            self.reset_prefix_cache()
+            self._weights_lost = None
+            self._forget_weights()
+
+    def update_params(self, update: Callable[[Any], Any]) -> None:
+        """Takes what `update` makes of the weights in use, which it may delete one by one: so two models are never in
+        memory. What was computed with the old ones is never found again.
+
+        Args:
+            update: from parameters to parameters of the same structure, shapes and dtypes.
+
+        Raises:
+            RuntimeError: while requests have not ended. Nothing has changed then.
+            BaseException: what `update` raises. The engine has no whole model then, and refuses requests until
+                `update_params` or `replace_params` has given it one.
+        """
+        with self.paused():
+            self._refuse_while_running()
+            self._forget_weights()
+            try:
+                self.device.params = update(self.device.params)
+            except BaseException as error:
+                self._weights_lost = f"{type(error).__name__}: {error}"
+                error.add_note(
+                    "The engine has no usable weights now: replace them again, from a checkpoint that can be read."
+                )
+                raise
+            self._weights_lost = None
+
+    def _refuse_while_running(self) -> None:
+        if self._books.rows:
+            count = len(self._books.rows)
+            raise RuntimeError(f"weights cannot be replaced while {count} requests have not ended")
+
+    def _forget_weights(self) -> None:
+        """From now on nothing is found of what was computed so far."""
+        self.weight_version += 1
+        self.device.tell(ReplaceParams())
+        self.reset_prefix_cache()
+
+    def _check_weights(self) -> None:
+        """Raises RuntimeError if there is no whole model."""
+        if self._weights_lost is not None:
+            raise RuntimeError(
+                "this engine has no usable weights, because replacing them failed midway "
+                f"({self._weights_lost}): replace them again, from a checkpoint that can be read"
+            )
 
     # -- saved and restored
 
@@ -765,6 +809,8 @@ class Engine:
 
     @property
     def params(self) -> Any:
+        """The weights. Raises RuntimeError where there is no whole model, see `update_params`."""
+        self._check_weights()
         return self.device.params
 
     @property

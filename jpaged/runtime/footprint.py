@@ -22,7 +22,7 @@ def pool_shape(model: ModelConfig) -> dict[str, int]:
 
 def empty_state(config: EngineConfig, model: ModelConfig) -> EngineState:
     """The state of an engine without requests. `config` has nothing left open."""
-    return make_state(config, **pool_shape(model), dtype=jnp.dtype(config.dtype))
+    return make_state(config, **pool_shape(model), dtype=jnp.dtype(config.pool_dtype))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def resolve(
     num_pages = config.num_pages
     config = with_sizes(config, model, longest, _card_bytes(), _weights(params))
     if num_pages is None and config.pool_bytes is not None:
-        page_bytes = config.page_size * sizing.bytes_per_token(model, config.dtype)
+        page_bytes = config.page_size * sizing.bytes_per_token(model, config.pool_dtype)
         num_pages = config.pool_bytes // page_bytes - 1  # one is scratch
         if num_pages < 1:
             raise ValueError(
@@ -106,7 +106,7 @@ def with_sizes(
         rows, logits, activations = (
             int(card_bytes * share) for share in (_ROWS_SHARE, _LOGITS_SHARE, _ACTIVATIONS_SHARE)
         )
-        left = max(0, card_bytes - weights) // sizing.bytes_per_token(model, config.dtype)
+        left = max(0, card_bytes - weights) // sizing.bytes_per_token(model, config.pool_dtype)
         while chosen_slots > _LEAST_SLOTS and (
             2 * chosen_slots * row_bytes > rows
             or 4 * chosen_slots * model.vocab_size > logits
@@ -132,7 +132,7 @@ def _with_swap(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """`config` with the size of the host's pool, and what using it costs."""
     if config.preemption == "recompute":
         return config
-    page_bytes = config.page_size * sizing.bytes_per_token(model, config.dtype)
+    page_bytes = config.page_size * sizing.bytes_per_token(model, config.pool_dtype)
     assert config.num_pages is not None
     space = config.swap_space_bytes
     if space is None:
@@ -141,7 +141,7 @@ def _with_swap(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     cost = config.swap_page_cost
     if config.preemption == "auto" and cost is None:
         machine = costs.machine_of(jax.devices()[0])
-        of_model = costs.CostModel.of(model, config.dtype, machine)
+        of_model = costs.CostModel.of(model, config.dtype, machine, kv_cache_dtype=config.pool_dtype)
         cost = 2 * of_model.move_page(config.page_size) / of_model.recompute_token()
         logger.info(
             "preemption='auto': on %s, moving a page of %d tokens to the host and back takes as long as computing "
@@ -176,7 +176,7 @@ def _num_pages(
     device, weights = jax.devices()[0], _weights(params)
     if (told := memory.device_memory(device)) is None:
         left = int(memory.available_memory_bytes() * memory.CPU_SHARE)
-        page_bytes = config.page_size * sizing.bytes_per_token(model, config.dtype)
+        page_bytes = config.page_size * sizing.bytes_per_token(model, config.pool_dtype)
         most = memory.DEFAULT_CPU_POOL_BYTES // page_bytes - 1
         pages, beside = _most_pages(config, longest, model, left, most)
         if pages < 1:
@@ -218,7 +218,7 @@ def _most_pages(config: EngineConfig, longest: int, model: ModelConfig, left: in
             sized = replace(sized, swap_page_cost=0.0)  # takes as much room as any
         return Footprint.of(_with_swap(sized, model), model)
 
-    page_bytes = config.page_size * sizing.bytes_per_token(model, config.dtype)
+    page_bytes = config.page_size * sizing.bytes_per_token(model, config.pool_dtype)
     high = max(left // page_bytes, 1) if most is None else most  # too many, until it is known
     found = footprint(high)
     if found.on_device <= left:

@@ -211,3 +211,15 @@ def test_a_residual_beyond_float16_is_an_error_and_not_a_run_of_zeros():
     assert finish(jnp.float32).finish == Finish.LENGTH
     got = finish(jnp.float16)
     assert got.finish == Finish.ERROR and got.tokens == []
+
+
+@pytest.mark.parametrize(("dtype", "pool", "tolerance"), [("float32", "bfloat16", 0.1), ("bfloat16", "float32", 0.25)])
+def test_a_pool_of_another_dtype_than_the_weights(dtype, pool, tolerance):
+    """Catches: keys or queries that are not cast, and activations that go on in the pool's dtype."""
+    tokens, decoder_params = text(20), tiny_decoder(TINY, dtype=jnp.dtype(dtype))
+    expected = numpy_logits(TINY, tiny_weights(TINY), tokens)
+    rows = PagedRows(*decoder_params, 1, page_size=PAGE, max_len=32, budget=20, call=program(decoder_params[0]))
+    rows.pool = jax.tree.map(lambda array: array.astype(pool), rows.pool)
+    logits = rows.feed([tokens])[0]
+    assert rows.pool.k.dtype == pool and logits.dtype == np.float32
+    assert 1e-4 < np.abs(logits - expected).max() < tolerance * np.ptp(expected)

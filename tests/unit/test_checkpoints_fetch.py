@@ -1,6 +1,8 @@
 """Fetching: pinned to the byte, complete or not at all; every failure says what to do. No network here."""
 
+import fnmatch
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -169,16 +171,41 @@ def test_the_cache_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
 
 
 def test_the_hub_is_asked_for_what_is_needed_and_its_errors_say_what_to_do(monkeypatch, tmp_path):
-    asked = []
+    """U-26. Catches: weights fetched twice, as consolidated.safetensors, *.bin, *.pth or within original/."""
+    repository = {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+        "chat_template.jinja", "consolidated.safetensors", "consolidated.00.pth", "pytorch_model.bin", "params.json",
+        "original/consolidated.00.pth", "original/params.json", "original/tokenizer.model", "onnx/model.safetensors",
+        "adapter/config.json", "modeling.py", "README.md", "model.fp16.safetensors", "pytorch_model.bin.index.json",
+    }  # fmt: skip
+    small = {
+        name for name in repository if "/" not in name and name.startswith(("config", "gen", "tok", "spec", "chat"))
+    }
+    shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    fetched, asked, at = set(), [], tmp_path / "snapshots" / "c0ffee"
 
-    def snapshot(repo_id, **options):
-        asked.append((repo_id, options))
+    def snapshot(repo_id, *, revision, allow_patterns):
+        asked.append(revision)
         if repo_id == "no/such":
             raise OSError("Repository Not Found\nmore")
-        return str(tmp_path)
+        held = repository | (
+            {"model.safetensors"} if repo_id == "one/file" else {*shards, "model.safetensors.index.json"}
+        )
+        for name in held:
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in allow_patterns):
+                fetched.add(name)
+                (at / name).parent.mkdir(parents=True, exist_ok=True)
+                weights = {"weight_map": dict(zip("ab", sorted(shards), strict=True))}
+                (at / name).write_text(json.dumps(weights))
+        return str(at)
 
     monkeypatch.setattr(fetch.huggingface_hub, "snapshot_download", snapshot)
-    assert fetch.hub("org/name", revision="v1") == tmp_path
-    assert asked == [("org/name", {"revision": "v1", "allow_patterns": fetch.HUB_PATTERNS})]
+    assert fetch.hub("one/file") == at
+    assert fetched == small | {"model.safetensors"}
+    assert asked == [None, "c0ffee"]  # the weights are of the commit that the rest is of
+    fetched.clear()
+    assert fetch.hub("in/shards", revision="v1") == at
+    assert fetched == small | shards | {"model.safetensors.index.json"}
+    assert asked[2:] == ["v1", "c0ffee"]
     with pytest.raises(fetch.FetchError, match=r"'no/such'.*Repository Not Found.*hf auth login"):
         fetch.hub("no/such")

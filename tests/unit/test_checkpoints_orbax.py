@@ -159,3 +159,36 @@ def test_damage_is_an_error_that_names_the_directory(tmp_path):
         open_source(path)
     with pytest.raises(ValueError, match=r"no checkpoint\.json"):
         orbax.restore(tmp_path)
+
+
+def ghost(arrays):
+    arrays["ghost"] = {"shape": [2], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (ghost, r"has no array 'ghost', which checkpoint\.json describes"),
+        (lambda arrays: arrays.update(ghost=arrays.pop("embed")), r"has no array 'ghost'"),
+        (lambda arrays: arrays["embed"].update(shape=[0, 4]), r"has an array 'embed' that is not empty.*\(0, 4\)"),
+        (lambda arrays: arrays["embed"].update(dtype="float16"), r"array 'embed' of .*float32.*says float16"),
+        (lambda arrays: arrays["embed"].update(dtype="nope"), r"damaged.*shape and the dtype of array 'embed'"),
+        (lambda arrays: arrays["embed"].update(shape=[-3, 4]), r"damaged.*array 'embed'"),
+        (lambda arrays: arrays["embed"].update(shape="34"), r"damaged.*array 'embed'"),
+        (lambda arrays: arrays["embed"].pop("shape"), r"damaged.*array 'embed'"),
+        (lambda arrays: arrays.update(embed=7), r"damaged.*array 'embed', and says 7"),
+    ],
+)
+def test_a_description_of_other_arrays_than_are_stored_names_the_array(tmp_path, change, message):
+    """U-24. Catches: Orbax's placeholder taken for an array, and an array made up because it is said to be empty."""
+    path = orbax.save(tmp_path / "saved", {"embed": ARRAYS["embed"]})
+    description = json.loads((path / "checkpoint.json").read_text())
+    change(description["arrays"])
+    (path / "checkpoint.json").write_text(json.dumps(description))
+    for sharding in (None, on_one_cpu()):
+        with pytest.raises(ValueError, match=message):
+            orbax.restore(path, sharding)
+    for key in ("arrays", "metadata"):
+        (path / "checkpoint.json").write_text(json.dumps(description | {key: [1]}))
+        with pytest.raises(ValueError, match=rf"damaged: '{key}' must be an object"):
+            open_source(path)

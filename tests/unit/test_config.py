@@ -22,6 +22,7 @@ from jpaged.config import EngineConfig
         ({"max_num_batched_tokens": "256"}, "max_num_batched_tokens must be an integer of at least 1 or None, got"),
         ({"max_model_len": 0}, "max_model_len must be"),
         ({"max_queue": 0}, "max_queue must be"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto' or one of .* got 'fp8'"),
         ({"dtype": "int8"}, "dtype must be 'auto' or one of .* got 'int8'"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
         ({"gpu_memory_utilization": 0.0}, r"gpu_memory_utilization must be in \(0, 1\], got 0.0"),
@@ -93,3 +94,10 @@ def test_it_cannot_be_changed():
     """Catches: configuration that changes under a compiled program."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig().page_size = 4
+
+
+def test_the_pool_has_the_dtype_of_the_weights_unless_it_is_given_its_own():
+    """Catches: one field for both."""
+    assert EngineConfig(dtype="float16").pool_dtype == "float16"
+    config = EngineConfig(dtype="float32", kv_cache_dtype="bfloat16")
+    assert (config.for_platform("cpu").dtype, config.for_platform("cpu").pool_dtype) == ("float32", "bfloat16")

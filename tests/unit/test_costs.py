@@ -39,6 +39,8 @@ def test_costs_of_a_model_are_of_what_a_step_touches():
     # a step of one token reads the weights, in 3.1 ms
     alone = float(costs.step(jnp.float32(1), jnp.float32(100), jnp.float32(100)))
     assert alone == pytest.approx(2e-4 + 15.01e9 / 4.8e12, rel=1e-3)
+    wide = CostModel.of(LLAMA_8B, "bfloat16", MACHINES["h200"], kv_cache_dtype="float32")
+    assert (wide.weight_bytes, wide.bytes_per_token) == (costs.weight_bytes, 2 * costs.bytes_per_token)
     tied = CostModel.of(QWEN_HALF_B, "float32", MACHINES["cpu"])
     assert tied.weight_bytes == 4 * QWEN_HALF_B.num_parameters
 

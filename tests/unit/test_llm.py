@@ -18,6 +18,7 @@ from support.beams import exhaustive, log_softmax
 from support.checkpoint_files import HIDDEN, byte_level_tokenizer, hf_config, hf_tensors, write_hf, write_tokenizer
 from support.numpy_llama import numpy_logits
 
+from checkpoints import HuggingFaceSource
 from jpaged import LLM, BeamSearchParams, EngineConfig, FinishReason, SamplingParams
 from jpaged.models.load import load_checkpoint, resolve
 from jpaged.request import Request
@@ -429,7 +430,7 @@ def test_the_cache_is_not_reset_while_a_stream_is_open(llm):
     assert llm.reset_prefix_cache() and llm.stats().cached_pages == 0
 
 
-def test_updated_weights_are_those_of_the_other_checkpoint(directory, tmp_path):
+def test_updated_weights_are_those_of_the_other_checkpoint(directory, tmp_path, monkeypatch):
     """PC-02: nothing of the old weights is found, and the output is that of an engine that never had them."""
     write_model(tmp_path / "other", seed=6)
     write_model(tmp_path / "turned", seed=6, rope_theta=5000.0)
@@ -443,7 +444,7 @@ def test_updated_weights_are_those_of_the_other_checkpoint(directory, tmp_path):
         assert old.outputs[0].token_ids != new.outputs[0].token_ids == again.outputs[0].token_ids == expected
         assert new.num_cached_tokens == 0 < again.num_cached_tokens
         assert llm.stats().num_programs == programs
-        with pytest.raises(ValueError, match="another configuration"):
+        with pytest.raises(ValueError, match=r"another configuration than .*: rope_theta 5000\.0 \(here 10000\.0\)"):
             llm.update_weights(tmp_path / "turned")
         stream = llm.stream(text, GREEDY)
         next(stream)
@@ -451,6 +452,27 @@ def test_updated_weights_are_those_of_the_other_checkpoint(directory, tmp_path):
             llm.update_weights(directory)
         stream.close()
         assert llm.generate(text, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+        # A checkpoint that turns out to be damaged when its weights are read leaves no usable weights, and says so.
+        programs = llm.stats().num_programs  # one more: what aborts a stream
+        read = HuggingFaceSource.read
+
+        def cut_short(source, name, rows=None):
+            if "layers.1" in name:
+                (tmp_path / "cut/model.safetensors").write_bytes(b"")
+            return read(source, name, rows)
+
+        write_model(tmp_path / "cut", seed=7)
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"bytes when it was opened") as caught:
+            patch.setattr(HuggingFaceSource, "read", cut_short)
+            llm.update_weights(tmp_path / "cut")
+        assert any("no usable weights now" in note for note in caught.value.__notes__)
+        for refused in (lambda: llm.generate(text, GREEDY), lambda: llm.params, lambda: llm.save_state(tmp_path / "s")):
+            with pytest.raises(RuntimeError, match=r"no usable weights, because .* replace them again"):
+                refused()
+        llm.update_weights(tmp_path / "other")
+        healed = llm.generate(text, GREEDY, use_tqdm=False)[0]
+        assert healed.outputs[0].token_ids == expected and healed.num_cached_tokens == 0
+        assert llm.stats().num_programs == programs
 
 
 def taken(output) -> tuple:

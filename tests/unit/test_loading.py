@@ -250,7 +250,8 @@ def test_a_converted_model_is_the_same_model(tmp_path, kind):
                "original_max_position_embeddings": 64}  # fmt: skip
     if kind == "hf":
         src = write_hf(tmp_path / "hf", hf_config(rope_scaling=scaling, eos_token_id=[2, 5]))
-        (src / "tokenizer.json").write_text("{}")
+        for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):  # U-19
+            (src / name).write_text("{}")
         (src / "chat_template.jinja").write_text("{{ messages }}")
     else:
         factors = {"rope_freqs.weight": np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)}
@@ -262,7 +263,8 @@ def test_a_converted_model_is_the_same_model(tmp_path, kind):
     assert {a.dtype.name for _, a in after.parameters("bfloat16")} == {"bfloat16"}
     if kind == "hf":
         assert (after.tokenizer_source / "chat_template.jinja").read_text() == "{{ messages }}"
-        assert (after.tokenizer_source / "tokenizer.json").read_text() == "{}"
+        for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
+            assert (after.tokenizer_source / name).read_text() == "{}"
     else:
         assert after.tokenizer_source == before.tokenizer_source
         assert "tokenizer.ggml.tokens" in after.tokenizer_source
