@@ -124,10 +124,11 @@ class _Bar:
 
 def _shown_in(bars: Progress, kind: str) -> dict[str, Any]:
     """The callbacks of `run_engine` that show one engine as one bar, which first says that it compiles."""
-    task = bars.add_task(f"{kind}: compiling", total=None)
+    task = bars.add_task(f"{kind}: compiling", total=None, start=False)
 
     @contextmanager
     def bar(name: str, total: int) -> Iterator[_Bar]:
+        bars.start_task(task)  # the time beside the bar is that of the table: compiling is not in it
         bars.update(task, description=f"{name}: output tokens", total=total)
         yield _Bar(bars, task)
 

@@ -114,7 +114,7 @@ class BenchEngine(Protocol):
 
     name: str
 
-    def warmup(self, workload: Workload) -> None: ...
+    def warmup(self, workload: Workload, *, use_tqdm: bool = False) -> None: ...
     def run(self, workload: Workload, progress: Callable[[int], None] | None = None) -> Measurement: ...
 
 
@@ -138,11 +138,14 @@ class EngineAdapter:
         self._clock = clock
         self._sleep = sleep
 
-    def warmup(self, workload: Workload) -> None:
-        """Compiles all programs, then runs one request with a prompt of the longest length: the first call of a
-        program touches memory that later ones find touched. The prompt is of nothing but token 0, so that no
-        prompt of the workload is found computed already."""
-        self.engine.warmup()
+    def warmup(self, workload: Workload, *, use_tqdm: bool = False) -> None:
+        """Compiles all programs, with a progress bar if asked for. Then runs one request with a prompt of the longest
+        length: the first call of a program touches memory that later ones find touched. The prompt is of nothing but
+        token 0, so that no prompt of the workload is found computed already."""
+        if isinstance(self.engine, Engine):
+            self.engine.warmup(use_tqdm=use_tqdm)
+        else:
+            self.engine.warmup()
         longest = max(len(r.prompt_token_ids) for r in workload.requests)
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         try:

@@ -131,7 +131,7 @@ def run_engine(
     adapter, sizes = make_engine(kind, loaded, config, rows=rows)
     name = run_name(kind, enable_prefix_caching=config.enable_prefix_caching)
     say(f"{name}: compiling")
-    adapter.warmup(workload)
+    adapter.warmup(workload, use_tqdm=own_process)
     with (bar or _no_bar)(name, workload.output_tokens) as progress:
         measured = adapter.run(workload, progress=None if progress is None else progress.update)
     peak = peak_rss_bytes() if own_process else None  # before profiles take some

@@ -290,3 +290,21 @@ def test_streamed_answers_are_shown_whole(terminal):
     shown = console.file.getvalue()
     for text in ("Capital?", "Sea?", "Paris.", "It [bold] is wet."):
         assert text in shown
+
+
+def test_the_bar_of_an_engine_does_not_count_compiling():
+    """Catches: a time beside the demo's bar that is longer than the one in its table."""
+    from rich.progress import Progress
+
+    from jpaged.demo import _shown_in
+
+    now = 0.0
+    with Progress(console=Console(file=io.StringIO()), get_time=lambda: now, auto_refresh=False) as bars:
+        shown = _shown_in(bars, "static")
+        (task,) = bars.tasks
+        now = 60.0  # compiling
+        assert task.elapsed is None
+        with shown["bar"]("static", 10) as bar:
+            now = 63.0
+            bar.update(10)
+        assert task.elapsed == 3.0 and task.finished
