@@ -1,16 +1,16 @@
-"""Who goes first: policies, as pure functions of arrays that the compiled step calls.
+"""The order of requests: policies, pure functions of arrays that the compiled step calls.
 
-A policy gives each request a number. The request with the smallest goes first, and of equal ones that which came first:
+A policy gives each request a number. The smallest goes first, and among equal ones the request that came first:
 
-    def shortest_prompt_first(candidates):
-        return candidates.prompt_len
+    def shortest_prompt_first(requests):
+        return requests.num_prompt_tokens
 
     EngineConfig(admission=shortest_prompt_first)
 
-`admission` orders the queue. `victim` orders those who run: the last of them makes room where pages run out, or for a
-request of the queue that stands before it in this order, and the first is served first. The engine applies an order
-and nothing else, so a policy cannot lose a page, overfill a step or change a token. A victim policy sees what never
-changes of a request, so that the first of all who run goes on until it ends, whatever the policy.
+`admission` orders the queue. `victim` orders the running requests: the first is served first, and the last is preempted
+where pages run out, or for a request of the queue that stands before it in this order. The engine applies an order and
+nothing else, so a policy cannot lose a page, overfill a step or change a token. A victim policy sees only what never
+changes of a request, so the first of the running requests goes on until it ends, whatever the policy.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ import jax
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Candidates:
-    """What a policy knows of N requests. Where there is none it means nothing, and neither does the policy's number."""
+class PolicyRequests:
+    """What a policy knows of N requests. A place without a request means nothing, and neither does its number."""
 
-    arrival: jax.Array  # [N] int32, place in the order of submission
+    arrival: jax.Array  # [N] int32, its place in the order of submission
     priority: jax.Array  # [N] int32, as the caller gave it; as in vLLM the smaller goes first
-    prompt_len: jax.Array  # [N] int32
+    num_prompt_tokens: jax.Array  # [N] int32
     max_len: jax.Array  # [N] int32, tokens that it ends with at the latest, prompt included
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Waiting(Candidates):
+class QueuedRequests(PolicyRequests):
     """What an admission policy knows of the requests in the queue."""
 
     num_tokens: jax.Array  # [N] int32, tokens of the prompt, and those generated before it was preempted
-    cached_tokens: jax.Array  # [N] int32, of its first ones, those that are computed already, as far as hashes say
+    cached_tokens: jax.Array  # [N] int32, its first tokens that are cached, as far as hashes say
 
 
-#: (candidates) -> `[N]`, integers or floating point
+#: (requests) -> `[N]`, integers or floating point
 Policy = Callable[[Any], jax.Array]
 
 
-def by_priority(candidates: Candidates) -> jax.Array:
-    """The default: who has the smaller `priority`, and of equals who came first."""
-    return candidates.priority
+def by_priority(requests: PolicyRequests) -> jax.Array:
+    """The default: the smaller `priority` goes first, and among equal ones the request that came first."""
+    return requests.priority
 
 
-def first_come_first_served(candidates: Candidates) -> jax.Array:
-    """Whatever the priorities."""
-    return candidates.arrival
+def first_come_first_served(requests: PolicyRequests) -> jax.Array:
+    """In the order of submission, whatever the priorities."""
+    return requests.arrival
 
 
-def shortest_prompt_first(candidates: Candidates) -> jax.Array:
+def shortest_prompt_first(requests: PolicyRequests) -> jax.Array:
     """Short answers to most requests soon; long prompts wait while there are shorter ones."""
-    return candidates.prompt_len
+    return requests.num_prompt_tokens
 
 
-def longest_prefix_hit_first(candidates: Waiting) -> jax.Array:
-    """Who has the most tokens cached, before they are evicted. For admission."""
-    return -candidates.cached_tokens
+def longest_prefix_hit_first(requests: QueuedRequests) -> jax.Array:
+    """The request with the most cached tokens, before their pages are taken. For admission."""
+    return -requests.cached_tokens
 
 
 def name_of(policy: Policy) -> str:

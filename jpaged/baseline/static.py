@@ -26,9 +26,8 @@ from jpaged.record.stats import EngineStats, StepStats, TokenEvent
 from jpaged.request import FinishReason, Request
 from jpaged.runtime.prepare import check_request, fill_row
 from jpaged.runtime.reading import FINISH_REASONS
-from jpaged.step import Finish, Submission
-from jpaged.step.sampling.sample import SampleInputs, sample
-from jpaged.step.state import NO_TOKEN
+from jpaged.step import Finish, Submission, stop
+from jpaged.step.sampling.sample import sample
 
 #: Prompt tokens of each row that one step computes.
 CHUNK = 16
@@ -67,18 +66,10 @@ def _advance(decoder: Decoder, params: Any, state: StaticState, batch: StepBatch
     """Computes `batch` and gives the rows of `due` `[N] bool` a token. Returns the state and what came out."""
     logits, pool = decoder(params, state.pool, batch)
     rows, known = state.rows, state.num_tokens
-    early = known < rows.min_len
-    inputs = SampleInputs(
-        temperature=jnp.where(due, rows.temperature, 0), top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p,
-        seed=rows.seed, position=known, banned=jnp.where(early[:, None], rows.stop_ids, NO_TOKEN),
-    )  # fmt: skip
-    token, logprob, healthy = sample(logits, inputs)
+    token, logprob, healthy = sample(logits, rows.sampling.where(due), known)
     sampled = due & healthy
     known = known + sampled.astype(jnp.int32)
-    stops = sampled & jnp.any(rows.stop_ids == token[:, None], axis=1)
-    full = sampled & (known >= rows.max_len)
-    ended = jnp.where(stops, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.NOT))
-    ended = jnp.where(due & ~healthy, Finish.ERROR, ended).astype(jnp.int32)
+    ended = stop.finish(rows.sampling, token, known, sampled, due & ~healthy)
     row = jnp.where(sampled, jnp.arange(known.shape[0]), known.shape[0])
     rows = replace(rows, tokens=rows.tokens.at[row, known - 1].set(token, mode="drop"))
     finish = jnp.where(ended != Finish.NOT, ended, state.finish)
@@ -88,7 +79,7 @@ def _advance(decoder: Decoder, params: Any, state: StaticState, batch: StepBatch
 def prefill(decoder: Decoder, params: Any, state: StaticState, chunk: jax.Array):
     """Computes the prompt tokens number `chunk * CHUNK` and on of every row."""
     first = jnp.full_like(state.num_tokens, chunk * CHUNK)
-    last = state.rows.prompt_len - 1 - first
+    last = state.rows.num_prompt_tokens - 1 - first
     due = state.rows.valid & (last >= 0) & (last < CHUNK)
     batch = _batch(state, first, CHUNK, jnp.clip(last, 0, CHUNK - 1))
     return _advance(decoder, params, state, batch, due)
@@ -97,7 +88,7 @@ def prefill(decoder: Decoder, params: Any, state: StaticState, chunk: jax.Array)
 def decode(decoder: Decoder, params: Any, state: StaticState, step: jax.Array):
     """Computes one token of every row: the last one, or for a row that has ended one more place of its memory."""
     running = state.rows.valid & (state.finish == Finish.NOT)
-    first = jnp.where(running, state.num_tokens - 1, jnp.max(state.rows.prompt_len) + step)
+    first = jnp.where(running, state.num_tokens - 1, jnp.max(state.rows.num_prompt_tokens) + step)
     return _advance(decoder, params, state, _batch(state, first, 1, jnp.zeros_like(first)), running)
 
 
@@ -174,7 +165,7 @@ class StaticEngine:
     @staticmethod
     def _start(pool: KVPool, rows: Submission) -> StaticState:
         rows = jax.tree.map(jnp.asarray, rows)
-        return StaticState(pool, rows, rows.prompt_len + 0, jnp.zeros_like(rows.prompt_len))
+        return StaticState(pool, rows, rows.num_prompt_tokens + 0, jnp.zeros_like(rows.num_prompt_tokens))
 
     def _program(self, function: Any, state: Any) -> Any:
         name = function.__name__
@@ -203,9 +194,9 @@ class StaticEngine:
                 rows, place, place, request, self.model_config, max_model_len=self.max_model_len,
                 seed=int(self._seeds.integers(2**32)), namespace=0,
             )  # fmt: skip
-        self._longest = int(rows.max_len[: self._size].max())
-        self._prompt_tokens += int(rows.prompt_len.sum())
-        self._chunks = -(-int(rows.prompt_len.max()) // CHUNK)
+        self._longest = int(rows.sampling.max_len[: self._size].max())
+        self._prompt_tokens += int(rows.num_prompt_tokens.sum())
+        self._chunks = -(-int(rows.num_prompt_tokens.max()) // CHUNK)
         self._chunk = self._step = 0
         pool, self._pool = self._pool, None  # it is in the state from now on
         assert pool is not None

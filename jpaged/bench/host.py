@@ -25,7 +25,7 @@ from jpaged.runtime.device import DeviceSide, Flight
 from jpaged.runtime.engine import Engine
 from jpaged.runtime.programs import Figures
 from jpaged.runtime.streams import Streams
-from jpaged.step import Finish, StepRecord, Submission
+from jpaged.step import NO_REQUEST, Finish, StepRecord, Submission
 from jpaged.text.tokenizer import Tokenizer
 
 VOCAB = 512
@@ -43,7 +43,7 @@ class StandIn:
     def __init__(self, device: DeviceSide, slots: int, steps: int):
         self._device, self._steps = device, steps
         self._waiting: deque[tuple[int, int]] = deque()  # uid, tokens to come
-        self._uid, self._left = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        self._uid, self._left = np.full(slots, NO_REQUEST, np.int32), np.zeros(slots, np.int32)
         self.bursts: dict[tuple[int, int], Any] = {}
         self.compile_seconds, self.num_programs, self.seconds = 0.0, 0, 0.0
         empty = StepRecord.zeros(slots)
@@ -60,8 +60,8 @@ class StandIn:
     def put(self, batch: Submission) -> None:
         start = time.process_time()
         for uid, prompt, most in zip(
-            batch.uid[batch.valid].tolist(), batch.prompt_len[batch.valid].tolist(),
-            batch.max_len[batch.valid].tolist(), strict=True,
+            batch.uid[batch.valid].tolist(), batch.num_prompt_tokens[batch.valid].tolist(),
+            batch.sampling.max_len[batch.valid].tolist(), strict=True,
         ):  # fmt: skip
             self._waiting.append((uid, most - prompt))
         self.figures = replace(self.figures, demand=np.int32(1))
@@ -78,21 +78,21 @@ class StandIn:
         shape = self._steps, len(self._uid)
         uid, finish = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for step in range(self._steps):
-            for slot in np.flatnonzero(self._uid == 0).tolist():
+            for slot in np.flatnonzero(self._uid == NO_REQUEST).tolist():
                 if not self._waiting:
                     break
                 self._uid[slot], self._left[slot] = self._waiting.popleft()
             uid[step] = self._uid
-            self._left -= self._uid > 0
-            ends = (self._uid > 0) & (self._left == 0)
+            self._left -= self._uid != NO_REQUEST
+            ends = (self._uid != NO_REQUEST) & (self._left == 0)
             finish[step] = np.where(ends, Finish.LENGTH, Finish.NOT)
-            self._uid[ends] = 0
-        sampled = uid > 0
+            self._uid[ends] = NO_REQUEST
+        sampled = uid != NO_REQUEST
         columns = self._empty | {
             "uid": uid, "finish": finish, "sampled": sampled, "scheduled": sampled.astype(np.int32),
             "token": uid % VOCAB, "logprob": np.full(shape, -1.0, np.float32),
         }  # fmt: skip
-        busy = np.int32(bool(self._waiting) or self._uid.any())
+        busy = np.int32(bool(self._waiting) or (self._uid != NO_REQUEST).any())
         self.figures = replace(self.figures, demand=busy)
         self.seconds += time.process_time() - start
         return Flight(budget, self._steps, StepRecord(**columns), busy, None)  # type: ignore[arg-type]

@@ -104,10 +104,10 @@ def full_of_work(sizes: Sizes, prompt_tokens: int) -> EngineState:
         count = min(_AT_ONCE, requests - first)
         batch = Submission.empty(_AT_ONCE, sizes.max_model_len)
         batch.valid[:count] = True
-        batch.uid[:] = 1 + first + np.arange(_AT_ONCE)
+        batch.uid[:] = first + np.arange(_AT_ONCE)
         batch.tokens[:, :prompt_tokens] = rng.integers(0, NoModel.vocab, (_AT_ONCE, prompt_tokens))
-        batch.num_tokens[:] = batch.prompt_len[:] = prompt_tokens
-        batch.max_len[:] = sizes.max_model_len
+        batch.num_tokens[:] = batch.num_prompt_tokens[:] = prompt_tokens
+        batch.sampling.max_len[:] = sizes.max_model_len
         state = put(state, batch)
     # A page for every slot in each step, on the whole.
     prefill = quick(partial(step, NoModel(), None, budget=PAGE_SIZE * sizes.slots))

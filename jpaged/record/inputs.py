@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 
 from jpaged.step import Submission
@@ -18,17 +19,15 @@ class Submit:
     @classmethod
     def of(cls, batch: Submission) -> Submit:
         valid = np.flatnonzero(batch.valid)
-        rows = {f.name: getattr(batch, f.name)[valid] for f in fields(batch)}
-        longest = int(rows["num_tokens"].max(initial=0))
-        return cls(Submission(**rows | {"tokens": rows["tokens"][:, :longest]}))
+        rows: Submission = jax.tree.map(lambda array: array[valid], batch)
+        longest = int(rows.num_tokens.max(initial=0))
+        return cls(replace(rows, tokens=rows.tokens[:, :longest]))
 
     def padded(self, size: int, max_model_len: int) -> Submission:
         """The rows in a batch of `size`, as the state takes it."""
         batch = Submission.empty(size, max_model_len)
-        for f in fields(batch):
-            rows = getattr(self.batch, f.name)
-            into = getattr(batch, f.name)[: len(rows)]
-            (into[:, : rows.shape[1]] if f.name == "tokens" else into)[...] = rows
+        for into, rows in zip(jax.tree.leaves(batch), jax.tree.leaves(self.batch), strict=True):
+            into[tuple(slice(size) for size in rows.shape)] = rows
         return batch
 
 

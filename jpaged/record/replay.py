@@ -17,7 +17,7 @@ from jpaged.runtime import programs
 from jpaged.runtime.host_pool import HostPool
 from jpaged.runtime.prepare import branch
 from jpaged.runtime.programs import Programs
-from jpaged.step import NO_UID, EngineState, StepRecord, make_state
+from jpaged.step import NO_REQUEST, EngineState, StepRecord, make_state
 
 
 def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None) -> EngineState:
@@ -63,7 +63,7 @@ def replay(trace: Trace, decoder: Decoder, params: Any, until: int | None = None
             case Abort(uids):
                 for first in range(0, len(uids), rows):
                     some = uids[first : first + rows]
-                    named = np.full(rows, NO_UID, np.int32)
+                    named = np.full(rows, NO_REQUEST, np.int32)
                     named[: len(some)] = some
                     state, _ = run(programs.drop, named)
             case Burst(budget, steps):

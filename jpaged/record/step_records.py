@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.step import StepRecord
+from jpaged.step import StepRecord, Submission
 from jpaged.step.decisions import Placed
 
 #: Leaves of `Placed` that are as long as its count says.
 LISTS = (".page", ".slot", ".column")
 
 
-def leaves(record: StepRecord) -> list[tuple[str, np.ndarray]]:
-    """Every array of a record and its name, such as `decisions.found.page`."""
+def leaves(record: StepRecord | Submission) -> list[tuple[str, np.ndarray]]:
+    """Every array of a record or submission and its name, such as `decisions.found.page`."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), np.asarray(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(record)

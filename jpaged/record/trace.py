@@ -25,8 +25,8 @@ from jpaged.pool import SCRATCH_PAGE
 from jpaged.record import trace_file
 from jpaged.record.inputs import Burst, Input, Submit
 from jpaged.record.stats import StepStats
-from jpaged.record.step_records import difference, record_difference, unstacked
-from jpaged.step import Finish, StepRecord
+from jpaged.record.step_records import difference, leaves, record_difference, unstacked
+from jpaged.step import NO_REQUEST, Finish, StepRecord
 from jpaged.step.decisions import Decisions
 
 
@@ -85,7 +85,7 @@ class Trace:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        kept = (self.records, [vars(given.batch) for given in self.inputs if isinstance(given, Submit)])
+        kept = (self.records, [given.batch for given in self.inputs if isinstance(given, Submit)])
         return sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
 
     def __repr__(self) -> str:
@@ -157,13 +157,13 @@ class Trace:
             f"{figures.waiting} waiting; pages: {figures.pages_in_use} in use, {figures.pages_cached} cached, "
             f"{free} free"
         ]
-        for slot in np.flatnonzero(record.left):
+        for slot in np.flatnonzero(record.left != NO_REQUEST):
             goes = "is swapped out" if record.to_host[slot] else "is preempted"
             lines.append(f"  slot {slot}: request {self.label(int(record.left[slot]))} {goes}")
-        for slot in np.flatnonzero(decisions.preempted):
+        for slot in np.flatnonzero(decisions.preempted != NO_REQUEST):
             lines.append(f"  slot {slot}: request {self.label(int(decisions.preempted[slot]))} is preempted")
         before = self.records[step - 2] if step > 1 else None
-        for slot in np.flatnonzero(record.uid):
+        for slot in np.flatnonzero(record.uid != NO_REQUEST):
             uid = int(record.uid[slot])
             stays = before is not None and bool(before.uid[slot] == uid)
             stays = stays and uid not in (int(decisions.preempted[slot]), int(record.left[slot]))
@@ -196,7 +196,7 @@ class Trace:
             if type(mine) is not type(theirs):
                 return f"input {number}: {type(mine).__name__} and {type(theirs).__name__}"
             if isinstance(mine, Submit) and isinstance(theirs, Submit):
-                if words := difference(vars(mine.batch), vars(theirs.batch)):
+                if words := difference(dict(leaves(mine.batch)), dict(leaves(theirs.batch))):
                     return f"input {number}: {words}"
             elif mine != theirs:
                 return f"input {number}: {mine} and {theirs}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from jpaged.step import StepRecord, Submission
 from jpaged.step.decisions import Decisions, Placed
 
 #: Of the files that `write` makes; another number is another layout.
-FORMAT = 3
+FORMAT = 4
 
 
 def write(path: Path, head: dict[str, Any], inputs: Sequence[Input], records: Sequence[StepRecord]) -> None:
@@ -34,7 +33,7 @@ def write(path: Path, head: dict[str, Any], inputs: Sequence[Input], records: Se
     columns: dict[str, list[np.ndarray]] = {}
     longest = max((batch.tokens.shape[1] for batch in batches), default=0)
     for batch in batches:
-        for name, rows in vars(batch).items():
+        for name, rows in leaves(batch):
             short = longest - rows.shape[1] if name == "tokens" else 0
             columns.setdefault(f"submission.{name}", []).append(np.pad(rows, ((0, 0), (0, short))) if short else rows)
     for record in records:
@@ -73,10 +72,12 @@ def _inputs(stored: list, arrays: dict[str, np.ndarray]) -> tuple[list[Input], i
     """The inputs, and how many steps their bursts have."""
     inputs: list[Input] = []
     row = steps = 0
+    empty = Submission.empty(0, 0)
+    names, structure = [name for name, _ in leaves(empty)], jax.tree.structure(empty)
     for kind, *values in stored:
         if kind == "Submit":
             rows = slice(row, row := row + values[0])
-            batch = Submission(**{f.name: arrays[f"submission.{f.name}"][rows] for f in fields(Submission)})
+            batch = jax.tree.unflatten(structure, [arrays[f"submission.{name}"][rows] for name in names])
             inputs.append(Submit.of(batch))
         elif kind == "Abort":
             inputs.append(Abort(tuple(values[0])))

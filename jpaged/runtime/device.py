@@ -26,7 +26,7 @@ from jpaged.runtime.host_pool import HostPool
 from jpaged.runtime.prepare import branch
 from jpaged.runtime.programs import Figures, Programs
 from jpaged.runtime.reading import Reading
-from jpaged.step import NO_UID, EngineState, StepRecord, Submission
+from jpaged.step import NO_REQUEST, EngineState, StepRecord, Submission
 
 #: Requests that one call puts into the state; a static shape.
 SUBMIT_BATCH = 16
@@ -120,7 +120,7 @@ class DeviceSide:
         """Compiles every program, one a call, but for those that offer candidates. The state is not touched."""
         submission = Submission.empty(SUBMIT_BATCH, self._max_model_len)
         helpers: list[tuple[Any, Any]] = [
-            (programs.put, submission), (programs.drop, self._named([])), (programs.branch, branch(NO_UID, NO_UID, 0)),
+            (programs.put, submission), (programs.drop, self._named([])), (programs.branch, branch(NO_REQUEST, NO_REQUEST, 0)),
         ]  # fmt: skip
         if self._host_pool is not None:
             helpers.append((programs.make_room, np.int32(1)))
@@ -147,7 +147,7 @@ class DeviceSide:
         self.state, self.figures = self._helper(programs.put, batch)(self.state, batch)
 
     def _named(self, uids: list[int]) -> np.ndarray:
-        named = np.full(self._config.max_num_seqs + self._config.max_queue, NO_UID, np.int32)
+        named = np.full(self._config.max_num_seqs + self._config.max_queue, NO_REQUEST, np.int32)
         named[: len(uids)] = uids
         return named
 

@@ -47,7 +47,7 @@ from jpaged.runtime.queue import HostQueue
 from jpaged.runtime.reading import TOTALS, Reading, figures_of_steps, read
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.turns import Turns
-from jpaged.step import NO_UID, EngineState, Status, Submission
+from jpaged.step import NO_REQUEST, EngineState, Status, Submission
 
 #: Steps whose figures `Engine.history` keeps.
 _HISTORY = 100_000
@@ -216,7 +216,7 @@ class Engine:
         params, prompt = row.request.params, len(row.request.prompt_token_ids)
         longest = self.max_model_len if params.max_tokens is None else prompt + params.max_tokens
         self._queue.add(
-            row.uid, priority=row.request.priority, prompt_len=prompt, max_len=min(longest, self.max_model_len),
+            row.uid, priority=row.request.priority, num_prompt_tokens=prompt, max_len=min(longest, self.max_model_len),
             num_tokens=prompt + len(row.generated),
         )  # fmt: skip
 
@@ -266,7 +266,7 @@ class Engine:
             raise ValueError("a trace has no place for what becomes of beams: use an engine without one")
         with self.paused():
             uids = {row.request.index: row.uid for row in self._books.rows_of(request_id)}
-            beams = np.full((3, self.config.max_num_seqs), NO_UID, np.int32)
+            beams = np.full((3, self.config.max_num_seqs), NO_REQUEST, np.int32)
             for index, (source, token) in enumerate(moves):
                 beams[:, index] = uids[index], uids[source], token
             self.device.move_on(beams)
@@ -437,7 +437,7 @@ class Engine:
                     namespace=self._namespaces.number(
                         row.request.cache_salt, self.weight_version, most=max(_NAMESPACES, self.num_pages)
                     ),
-                    parent=NO_UID if parent is None else parent.uid,
+                    parent=NO_REQUEST if parent is None else parent.uid,
                 )  # fmt: skip
             self.device.put(batch)
             self.device.tell(Submit.of(batch))

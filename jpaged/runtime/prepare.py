@@ -10,7 +10,8 @@ import numpy as np
 
 from jpaged.models.spec import ModelConfig
 from jpaged.request import MAX_STOP_TOKENS, Request, SamplingParams
-from jpaged.step import NO_UID
+from jpaged.step import NO_REQUEST
+from jpaged.step.sampling.params import Asked
 
 
 def stop_ids(params: SamplingParams, model: ModelConfig) -> list[int]:
@@ -42,30 +43,23 @@ def check_request(request: Request, model: ModelConfig, *, max_model_len: int, p
 
 def fill_row(
     batch: Any, place: int, uid: int, request: Request, model: ModelConfig, *, max_model_len: int, seed: int,
-    namespace: int, parent: int = NO_UID, generated: Sequence[int] = (),
+    namespace: int, parent: int = NO_REQUEST, generated: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """Writes `request` into row `place` of a `Submission` of numpy arrays. `seed` is used where it names none; `parent`
     is the uid of another continuation of the same prompt; `generated` are tokens that the request has got already."""
-    params, prompt = request.params, request.prompt_token_ids
-    stops = stop_ids(request.params, model)
-    new_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+    prompt = request.prompt_token_ids
     batch.valid[place] = True
     batch.uid[place] = uid
     batch.tokens[place, : len(prompt)] = prompt
     batch.tokens[place, len(prompt) : len(prompt) + len(generated)] = generated
     batch.num_tokens[place] = len(prompt) + len(generated)
-    batch.prompt_len[place] = len(prompt)
-    batch.max_len[place] = min(max_model_len, len(prompt) + new_tokens)
-    batch.min_len[place] = min(max_model_len, len(prompt) + params.min_tokens)
-    batch.stop_ids[place, : len(stops)] = stops
-    batch.temperature[place] = params.temperature
-    batch.top_k[place] = max(params.top_k, 0)
-    batch.top_p[place] = params.top_p
-    batch.min_p[place] = params.min_p
-    batch.seed[place] = seed if params.seed is None else params.seed
+    batch.num_prompt_tokens[place] = len(prompt)
+    stops = stop_ids(request.params, model)
+    seed = seed if request.params.seed is None else request.params.seed
+    batch.sampling.fill(place, Asked(request.params, len(prompt), max_model_len, stops, seed))
     batch.namespace[place] = namespace
     batch.priority[place] = request.priority
-    batch.held[place] = request.candidates > 0
+    batch.beam[place] = request.candidates > 0
     batch.parent[place] = parent
 
 

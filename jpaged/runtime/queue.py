@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.policy import Policy, Waiting
+from jpaged.policy import Policy, QueuedRequests
 
 #: Requests that one call of the policy orders; a static shape.
 _AT_ONCE = 256
@@ -28,7 +28,7 @@ Rank = tuple[float, int]
 
 
 @partial(jax.jit, static_argnums=0)
-def _numbers(policy: Policy, waiting: Waiting) -> jax.Array:
+def _numbers(policy: Policy, waiting: QueuedRequests) -> jax.Array:
     return jnp.asarray(policy(waiting))
 
 
@@ -37,16 +37,16 @@ class HostQueue:
 
     def __init__(self, policy: Policy):
         self._policy = policy
-        self._new: list[tuple[int, tuple[int, ...]]] = []  # not ordered yet: uid, fields of `Waiting`
+        self._new: list[tuple[int, tuple[int, ...]]] = []  # not ordered yet: uid, fields of `QueuedRequests`
         self._heap: list[Rank] = []
         self._ranks: dict[int, Rank] = {}  # of those in the heap that still wait
 
     def __len__(self) -> int:
         return len(self._ranks) + len(self._new)
 
-    def add(self, uid: int, *, priority: int, prompt_len: int, max_len: int, num_tokens: int) -> None:
+    def add(self, uid: int, *, priority: int, num_prompt_tokens: int, max_len: int, num_tokens: int) -> None:
         """Queues a request. Cheap and safe in any thread: it is ordered when the first is asked for."""
-        self._new.append((uid, (uid, priority, prompt_len, max_len, num_tokens, 0)))
+        self._new.append((uid, (uid, priority, num_prompt_tokens, max_len, num_tokens, 0)))
 
     def has(self, uid: int) -> bool:
         """Whether a request waits here. Call `order` before."""
@@ -84,10 +84,10 @@ class HostQueue:
         """Gives requests that came since the last call their places."""
         while self._new:
             some = self._new[:_AT_ONCE]
-            table = np.zeros((_AT_ONCE, len(fields(Waiting))), np.int32)
+            table = np.zeros((_AT_ONCE, len(fields(QueuedRequests))), np.int32)
             table[: len(some)] = [values for _, values in some]
             with jax.default_device(_cpu()):
-                numbers = np.asarray(_numbers(self._policy, Waiting(*table.T)))[: len(some)]
+                numbers = np.asarray(_numbers(self._policy, QueuedRequests(*table.T)))[: len(some)]
             if numbers.dtype.kind == "f":
                 numbers = np.where(np.isnan(numbers), np.inf, numbers)  # last, as in the step
             for (uid, _), number in zip(some, numbers.tolist(), strict=True):

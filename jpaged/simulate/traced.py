@@ -145,14 +145,15 @@ def _feed(asked: Asked, arrival: Clock, run: Run) -> Run:
         index = asked.order[jnp.where(valid, number, 0)]
         total = asked.prompt_len[index] + asked.output_len[index]
         column = jnp.arange(most, dtype=jnp.int32)
+        empty = Submission.empty(_FED_AT_ONCE, most)
         batch = replace(
-            Submission.empty(_FED_AT_ONCE, most),
+            empty,
             valid=valid,
-            uid=index + 1,
+            uid=index,
             tokens=tokens_of(index, asked.group[index], asked.shared_len[index], column),
             num_tokens=asked.prompt_len[index],
-            prompt_len=asked.prompt_len[index],
-            max_len=total,
+            num_prompt_tokens=asked.prompt_len[index],
+            sampling=replace(empty.sampling, max_len=total),
             priority=asked.priority[index],
         )
         fed = fed.at[jnp.where(valid, runs.owner, fed.shape[0])].add(1, mode="drop")
@@ -187,8 +188,8 @@ def _once(program: Program, asked: Asked, arrival: Clock, number: jax.Array, run
     taken = program.costs.step(padded.astype(jnp.float32), *Meter.read(state.pool))
     now = run.now.after(taken).where(live, run.now)
 
-    index = record.uid - 1
-    first = record.sampled & (known == state.requests.prompt_len[state.slots.request] + 1)
+    index = record.uid
+    first = record.sampled & (known == state.requests.num_prompt_tokens[state.slots.request] + 1)
     ends = record.finish != Finish.NOT
     run = replace(
         run,
@@ -208,8 +209,8 @@ def _chosen(policies: tuple[Policy, ...], number: jax.Array) -> Policy:
     if len(set(policies)) == 1:
         return policies[0]
 
-    def choose(candidates: Any) -> jax.Array:
-        return jnp.stack([_ordered(jnp.asarray(policy(candidates))) for policy in policies])[number]
+    def choose(requests: Any) -> jax.Array:
+        return jnp.stack([_ordered(jnp.asarray(policy(requests))) for policy in policies])[number]
 
     return choose
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE
 from jpaged.step.sharing.index import root_hash, token_hash
-from jpaged.step.state import NO_ROW, EngineState, Status
+from jpaged.step.state import EngineState
+from jpaged.step.status import NO_REQUEST, Status
 from jpaged.step.swap.table import NO_CHUNK
 
 
@@ -58,9 +59,9 @@ def violations(state: EngineState) -> list[str]:
     if not set(running.tolist()) <= set(owners.tolist()):
         wrong.append(f"running rows without a slot: {sorted(set(running.tolist()) - set(owners.tolist()))}")
     live = np.isin(status, (Status.WAITING, Status.RUNNING))
-    if (known[live] > requests.max_len[live]).any():
+    if (known[live] > requests.sampling.max_len[live]).any():
         wrong.append("a live request is longer than its max_len")
-    for row in np.flatnonzero(requests.parent != NO_ROW):
+    for row in np.flatnonzero(requests.parent != NO_REQUEST):
         wrong += _violations_of_a_fork(requests, int(row))
     return wrong + _violations_of_swap(host) + _violations_of_sharing(host)
 

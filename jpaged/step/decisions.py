@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.sharing.index import LOOKUP_PAGES
+from jpaged.step.status import NO_REQUEST
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +49,7 @@ class Placed:
 class Decisions:
     """Of one step. Who ended (`StepRecord.finish`) leaves its slot before the next."""
 
-    preempted: jax.Array  # [S] int32, who lost this slot to make room; 0: nobody
+    preempted: jax.Array  # [S] int32, the request that lost this slot to make room; NO_REQUEST: none
     kept: jax.Array  # [S] int32, pages left in its table when those who ended, and who made room, had gone
     restored: Placed  # of those who came in with pages of the host, before the step; see `exchange`
     found: Placed  # computed already, by who came in; a fork's of its parent
@@ -64,7 +65,7 @@ class Decisions:
         found = min(slots * columns, max(columns, LOOKUP_PAGES))
         begun = slots + most_tokens // page_size
         return cls(
-            preempted=jnp.zeros(slots, jnp.int32), kept=jnp.zeros(slots, jnp.int32),
+            preempted=jnp.full(slots, NO_REQUEST, jnp.int32), kept=jnp.zeros(slots, jnp.int32),
             restored=Placed.empty(most_restored), found=Placed.empty(found), taken=Placed.empty(begun),
             shared=Placed.empty(min(slots * columns, found + begun)),
             cached=jnp.zeros(-(-(1 + num_pages) // 8), jnp.uint8),

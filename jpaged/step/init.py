@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
 from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE, KVPool
-from jpaged.request import MAX_STOP_TOKENS
 from jpaged.step.decisions import Decisions
+from jpaged.step.record import Counters, StepRecord
+from jpaged.step.sampling.params import Sampling
 from jpaged.step.sharing.index import LOOKUP_PAGES, Prefixes
-from jpaged.step.state import NO_ROW, NO_TOKEN, Counters, EngineState, Requests, Slots, StepRecord
+from jpaged.step.state import EngineState, Requests, Slots
+from jpaged.step.status import NO_REQUEST
 from jpaged.step.swap.table import Swap
 
 #: Programs of `make_state` that are kept, so that a process that makes many small states compiles each once.
@@ -75,14 +77,11 @@ def _arrays(config: EngineConfig, layers: int, kv_heads: int, head_dim: int, dty
     pages = config.max_pages_per_seq
     row_ints, slot_ints, count = jnp.zeros(rows, jnp.int32), jnp.zeros(slots, jnp.int32), jnp.uint32(0)
     requests = Requests(
-        status=row_ints, uid=row_ints, arrival=row_ints, priority=row_ints,
+        status=row_ints, uid=jnp.full(rows, NO_REQUEST, jnp.int32), arrival=row_ints, priority=row_ints,
         tokens=jnp.zeros((rows, config.max_model_len), jnp.int32),
-        num_tokens=row_ints, prompt_len=row_ints, max_len=row_ints, min_len=row_ints,
-        stop_ids=jnp.full((rows, MAX_STOP_TOKENS), NO_TOKEN, jnp.int32),
-        temperature=jnp.zeros(rows, jnp.float32), top_k=row_ints, top_p=jnp.ones(rows, jnp.float32),
-        min_p=jnp.zeros(rows, jnp.float32), seed=jnp.zeros(rows, jnp.uint32), namespace=row_ints,
+        num_tokens=row_ints, num_prompt_tokens=row_ints, sampling=Sampling.empty(rows, numpy=jnp), namespace=row_ints,
         prefix_hash=jnp.zeros((rows, pages, 2), jnp.uint32), cached_tokens=row_ints, preempted=jnp.zeros(rows, bool),
-        held=jnp.zeros(rows, bool), parent=jnp.full(rows, NO_ROW, jnp.int32),
+        beam=jnp.zeros(rows, bool), parent=jnp.full(rows, NO_REQUEST, jnp.int32),
     )  # fmt: skip
     pool = KVPool.zeros(
         layers=layers, num_pages=config.num_pages, kv_heads=kv_heads, page_size=config.page_size, head_dim=head_dim,

@@ -8,10 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.pool import Decoder, StepBatch
+from jpaged.pool import Decoder
+from jpaged.step import stop
 from jpaged.step.decisions import decided
-from jpaged.step.sampling.sample import SampleInputs, sample
-from jpaged.step.sampling.sample import candidates as most_probable
+from jpaged.step.record import StepRecord
+from jpaged.step.sampling.logprobs import most_probable
+from jpaged.step.sampling.params import Sampling
+from jpaged.step.sampling.sample import sample
 from jpaged.step.scheduling.admit import admit
 from jpaged.step.scheduling.evict import evict, preempt
 from jpaged.step.scheduling.grant import grant, most_pages, schedule
@@ -19,7 +22,8 @@ from jpaged.step.scheduling.pack import pack
 from jpaged.step.sharing.fork import copy_tails, disown
 from jpaged.step.sharing.index import token_hash
 from jpaged.step.sharing.lookup import attach, book_pages, enter
-from jpaged.step.state import NO_TOKEN, EngineState, Finish, Status, StepRecord
+from jpaged.step.state import EngineState
+from jpaged.step.status import NO_REQUEST, Finish, Status
 
 
 def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int, candidates: int = 0) -> EngineState:
@@ -48,7 +52,7 @@ def step(decoder: Decoder, params: Any, state: EngineState, *, budget: int, cand
     batch, slot_of_row = pack(state, tokens, budget)
     logits, pool = decoder(params, state.pool, batch)
     state = replace(state, pool=pool)
-    sampled = sample(logits, _sample_inputs(state, batch, slot_of_row))
+    sampled = sample(logits, _options(state, slot_of_row), batch.kv_len)
     state = _finish(state, tokens, slot_of_row, (*sampled, *most_probable(logits, candidates)), budget)
     state = book_pages(attach(enter(state, most_pages(state, budget))))
     return _trace(state, evicted, [kept, admitted, scheduled, state], budget)
@@ -88,27 +92,17 @@ def _trace(state: EngineState, evicted: EngineState, stages: list[EngineState], 
     if last is None:
         return state
     lost = evicted.slots.occupied & ~stages[0].slots.occupied
-    preempted = jnp.where(lost, evicted.requests.uid[evicted.slots.request], 0)
+    preempted = jnp.where(lost, evicted.requests.uid[evicted.slots.request], NO_REQUEST)
     tables, kept = [stage.slots.page_table for stage in stages], stages[0].slots.num_pages
     restored = None if evicted.swap is None else evicted.swap.notes.placed
     now = decided(last, tables, preempted, kept, restored, state.prefixes.cached, most_pages(state, budget))
     return replace(state, record=replace(state.record, decisions=now))
 
 
-def _sample_inputs(state: EngineState, batch: StepBatch, slot_of_row: jax.Array) -> SampleInputs:
-    requests = state.requests
-    row = state.slots.request[jnp.minimum(slot_of_row, state.slots.num_slots - 1)]
-    early = batch.kv_len < requests.min_len[row]
-    padding = slot_of_row == state.slots.num_slots
-    return SampleInputs(
-        temperature=jnp.where(padding, 0, requests.temperature[row]),
-        top_k=requests.top_k[row],
-        top_p=requests.top_p[row],
-        min_p=requests.min_p[row],
-        seed=requests.seed[row],
-        position=batch.kv_len,
-        banned=jnp.where(early[:, None], requests.stop_ids[row], NO_TOKEN),
-    )
+def _options(state: EngineState, slot_of_row: jax.Array) -> Sampling:
+    """The sampling options `[rows]` of a batch; padding rows are greedy."""
+    last = state.slots.num_slots - 1
+    return state.requests.sampling.of(state.slots.request[jnp.minimum(slot_of_row, last)]).where(slot_of_row <= last)
 
 
 def _finish(
@@ -129,17 +123,14 @@ def _finish(
     row = slots.request
     computed = slots.num_computed_tokens + tokens
     due = slots.occupied & (tokens > 0) & (computed == requests.num_tokens[row])
-    sampled = due & healthy & ~requests.held[row]
+    sampled = due & healthy & ~requests.beam[row]
     known = requests.num_tokens[row] + sampled.astype(jnp.int32)
-    stops = sampled & jnp.any(requests.stop_ids[row] == token[:, None], axis=1)
-    full = sampled & (known >= requests.max_len[row])
-    finish = jnp.where(stops, Finish.STOP, jnp.where(full, Finish.LENGTH, Finish.NOT))
-    # Also in the middle of a prompt: what its pages hold now is of no use.
-    finish = jnp.where(slots.occupied & (tokens > 0) & ~healthy, Finish.ERROR, finish).astype(jnp.int32)
+    failed = slots.occupied & (tokens > 0) & ~healthy
+    finish = stop.finish(requests.sampling.of(row), token, known, sampled, failed)
 
     new_row = jnp.where(sampled, row, requests.num_rows)
-    failed = jnp.zeros(requests.num_rows, bool)
-    failed = failed.at[jnp.where(finish == Finish.ERROR, row, requests.num_rows)].set(True, mode="drop")
+    failed_row = jnp.where(failed, row, requests.num_rows)
+    failed = jnp.zeros(requests.num_rows, bool).at[failed_row].set(True, mode="drop")
     end_row = jnp.where(finish != Finish.NOT, row, requests.num_rows)
     # The page that the new token goes to, and the hash of what stands before it there.
     page, offset = jnp.divmod(known - 1, state.pool.page_size)
@@ -163,13 +154,13 @@ def _finish(
     slots = replace(slots, num_computed_tokens=computed)
     record = replace(
         state.record,  # what was noted on the way
-        uid=jnp.where(slots.occupied, requests.uid[row], 0),
+        uid=jnp.where(slots.occupied, requests.uid[row], NO_REQUEST),
         scheduled=tokens,
         sampled=sampled,
         token=token,
         logprob=logprob,
         finish=finish,
-        offered=due & healthy & requests.held[row],
+        offered=due & healthy & requests.beam[row],
         candidates=offers,
         candidate_logprobs=offered_logprobs,
         cached_tokens=jnp.where(slots.occupied, requests.cached_tokens[row], 0),

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from jpaged.record.inputs import Abort, Burst, Restart
 from jpaged.record.trace import Trace
-from jpaged.step import Finish
+from jpaged.step import NO_REQUEST, Finish
 from jpaged.viz.pages import CACHED_COLOUR, COLOURS, EDGE_COLOUR, SCRATCH_COLOUR, Picture, steps_filled
 
 #: more requests than this are drawn without their names, and without gaps between them
@@ -74,12 +74,12 @@ def activities(trace: Trace) -> np.ndarray:
                     preempted, left = np.asarray(record.decisions.preempted), np.asarray(record.left)
                     nowhere = np.zeros(len(preempted), bool)
                     for uid, on_host in ((left, np.asarray(record.to_host)), (preempted, nowhere)):
-                        victims, stored = row[uid[uid > 0]], on_host[uid > 0]
+                        victims, stored = row[uid[uid != NO_REQUEST]], on_host[uid != NO_REQUEST]
                         lost[victims], swapped[victims] = True, stored
                         decodes[victims] &= stored
                     waits = np.where(swapped, Activity.SWAPPED, np.where(lost, Activity.PREEMPTED, Activity.WAITING))
                     out[:, step] = np.where(gone | (after > step), Activity.NONE, waits)
-                    runs = np.asarray(record.uid) > 0
+                    runs = np.asarray(record.uid) != NO_REQUEST
                     who, computes = row[record.uid[runs]], np.asarray(record.scheduled)[runs] > 0
                     lost[who] = swapped[who] = False
                     works = np.where(decodes[who], Activity.DECODE, Activity.PREFILL)

@@ -27,7 +27,7 @@ from jpaged.runtime.host_pool import HostPool
 from jpaged.step import EngineState, Status, evict, make_state, violations
 from jpaged.step.sharing import lookup as share
 from jpaged.step.sharing.lookup import LOOKUP_PAGES
-from jpaged.step.state import NO_ROW
+from jpaged.step.status import NO_REQUEST
 from jpaged.step.swap.table import NO_CHUNK
 
 NAN_TOKEN = 31
@@ -190,7 +190,7 @@ class Pair:
                 assert state.requests.num_tokens[row] == known
                 assert state.requests.cached_tokens[row] == request.cached_tokens
                 parent = state.requests.parent[row]
-                assert (parent == NO_ROW) == (request.parent is None)
+                assert (parent == NO_REQUEST) == (request.parent is None)
                 assert request.parent is None or oracle.rows[parent] is request.parent
                 assert state.requests.tokens[row, :known].tolist() == request.tokens
                 if state.swap is not None:

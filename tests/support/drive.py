@@ -15,6 +15,7 @@ from jpaged.config import EngineConfig
 from jpaged.pool import Decoder
 from jpaged.runtime.host_pool import HostPool
 from jpaged.step import (
+    NO_REQUEST,
     EngineState,
     Finish,
     Moves,
@@ -47,8 +48,8 @@ class Ask:
     seed: int = 0
     namespace: int = 0
     priority: int = 0
-    held: bool = False
-    parent: int = -1
+    beam: bool = False
+    parent: int = NO_REQUEST
 
 
 def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = None) -> Submission:
@@ -58,13 +59,12 @@ def submission(config: EngineConfig, asks: Sequence[Ask], size: int | None = Non
     for index, ask in enumerate(asks):
         batch.valid[index] = True
         batch.tokens[index, : len(ask.prompt)] = ask.prompt
-        batch.num_tokens[index] = batch.prompt_len[index] = len(ask.prompt)
-        batch.stop_ids[index, : len(ask.stop_ids)] = ask.stop_ids
-        for name in (
-            "uid", "max_len", "min_len", "temperature", "top_k", "top_p", "min_p", "seed", "namespace", "priority",
-            "held", "parent",
-        ):  # fmt: skip
+        batch.num_tokens[index] = batch.num_prompt_tokens[index] = len(ask.prompt)
+        batch.sampling.stop_ids[index, : len(ask.stop_ids)] = ask.stop_ids
+        for name in ("uid", "namespace", "priority", "beam", "parent"):
             getattr(batch, name)[index] = getattr(ask, name)
+        for name in ("max_len", "min_len", "temperature", "top_k", "top_p", "min_p", "seed"):
+            getattr(batch.sampling, name)[index] = getattr(ask, name)
     return batch
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from jpaged.config import EngineConfig
 from jpaged.policy import by_priority, first_come_first_served, longest_prefix_hit_first, shortest_prompt_first
 from jpaged.pool import CHUNK_PAGES
-from jpaged.step import Finish, Status
+from jpaged.step import NO_REQUEST, Finish, Status
 from jpaged.step.sharing.fork import COPIES
 from jpaged.step.sharing.lookup import LOOKUP_PAGES
 from support.stubs import HistoryDecoder
@@ -45,7 +45,7 @@ class OracleRequest:
     stop_ids: tuple[int, ...]
     namespace: int = 0
     priority: int = 0
-    prompt_len: int = 0
+    num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     cached_tokens: int = 0
     preempted: bool = False
@@ -113,7 +113,7 @@ class Identity:
 POLICIES = {
     by_priority: lambda engine, request: request.priority,
     first_come_first_served: lambda engine, request: request.arrival,
-    shortest_prompt_first: lambda engine, request: request.prompt_len,
+    shortest_prompt_first: lambda engine, request: request.num_prompt_tokens,
     longest_prefix_hit_first: lambda engine, request: -engine.cached_tokens(request),
 }
 
@@ -145,7 +145,9 @@ class OracleEngine:
     def free_rows(self) -> int:
         return sum(row is None for row in self.rows)
 
-    def submit(self, uid, prompt, *, max_len, min_len=0, stop_ids=(), namespace=0, priority=0, parent=-1) -> None:
+    def submit(
+        self, uid, prompt, *, max_len, min_len=0, stop_ids=(), namespace=0, priority=0, parent=NO_REQUEST
+    ) -> None:
         row = self.rows.index(None)
         self.rows[row] = OracleRequest(
             uid, uid, list(prompt), max_len, min_len, tuple(stop_ids), namespace, priority, len(prompt),
@@ -549,7 +551,7 @@ class OracleEngine:
     def step(self, budget: int) -> OracleRecord:
         count = len(self.slots)
         record = OracleRecord(
-            [0] * count, [0] * count, [False] * count, [0] * count, [Finish.NOT] * count, [0] * count
+            [NO_REQUEST] * count, [0] * count, [False] * count, [0] * count, [Finish.NOT] * count, [0] * count
         )  # fmt: skip
         self.evict()
         record.left, record.restored = self.notes.left, self.notes.restored

@@ -100,7 +100,7 @@ jit_advance = jax.jit(advance)
 
 def beams_of(prompt, max_len: int) -> list[Ask]:
     uids = range(1, 1 + BEAMS)
-    return [Ask(uid, prompt, max_len, held=True, parent=-1 if uid == 1 else 1) for uid in uids]
+    return [Ask(uid, prompt, max_len, beam=True, parent=-1 if uid == 1 else 1) for uid in uids]
 
 
 def offers_of(state: EngineState) -> dict[int, list[int]]:

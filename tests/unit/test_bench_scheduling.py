@@ -23,7 +23,7 @@ def test_all_slots_decode_and_the_queue_is_full():
     assert np.asarray(slots.occupied).all() and int(state.record.waiting) == 70
     running = np.asarray(slots.request)
     assert (np.asarray(requests.num_tokens)[running] - np.asarray(slots.num_computed_tokens) == 1).all()
-    assert (np.asarray(requests.prompt_len) == prompt_tokens).all()
+    assert (np.asarray(requests.num_prompt_tokens) == prompt_tokens).all()
     assert int(state.refcount[1:].max()) == 1
 
 

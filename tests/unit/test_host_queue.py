@@ -90,7 +90,7 @@ def test_an_own_policy_is_called_for_many_at_once_and_nan_goes_last(monkeypatch)
 
     queue = HostQueue(counted)
     for uid in range(1, 601):
-        queue.add(uid, priority=uid % 2, prompt_len=3, max_len=3 + uid % 7, num_tokens=3)
+        queue.add(uid, priority=uid % 2, num_prompt_tokens=3, max_len=3 + uid % 7, num_tokens=3)
     queue.order()
     queue.discard(6)
     queue.order()

@@ -98,7 +98,7 @@ def test_a_policy_orders_the_queue():
         by_priority: ["long", "short", "middle"],
         first_come_first_served: ["long", "short", "middle"],
         shortest_prompt_first: ["short", "middle", "long"],
-        (lambda candidates: -candidates.max_len): ["long", "middle", "short"],
+        (lambda requests: -requests.max_len): ["long", "middle", "short"],
     }
     for admission, order in orders.items():
         one = engine(max_num_seqs=1, admission=admission)
@@ -118,7 +118,7 @@ def test_who_finds_the_most_comes_in_first():
 
 def test_a_policy_changes_no_token_and_compiles_nothing_after_warmup():
     rng = np.random.default_rng(0)
-    for policy in (shortest_prompt_first, lambda candidates: (candidates.arrival * 7919 % 13).astype(jnp.float32)):
+    for policy in (shortest_prompt_first, lambda requests: (requests.arrival * 7919 % 13).astype(jnp.float32)):
         one = engine(num_pages=12, max_num_seqs=4, admission=policy, victim=policy, max_model_len=40)
         one.warmup()
         programs = one.num_programs
@@ -132,9 +132,9 @@ def test_a_policy_changes_no_token_and_compiles_nothing_after_warmup():
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (lambda candidates: 0, "must give each of 5 requests a number"),
-        (lambda candidates: candidates.arrival > 0, "it gave bool"),
-        (lambda candidates: candidates.arrival[None], "it gave int32"),
+        (lambda requests: 0, "must give each of 5 requests a number"),
+        (lambda requests: requests.arrival > 0, "it gave bool"),
+        (lambda requests: requests.arrival[None], "it gave int32"),
     ],
 )
 def test_a_policy_that_gives_no_order_is_refused_in_words(policy, words):

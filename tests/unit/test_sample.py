@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +13,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import at_least
 
-from jpaged.step.sampling.sample import SampleInputs, _truncate, sample
+from jpaged.step.sampling.params import Sampling
+from jpaged.step.sampling.sample import sample
+from jpaged.step.sampling.truncate import by_rank
 
-VOCAB, STOPS = 256, 4
-jit_sample = jax.jit(sample)
-
-
-def rows(count: int, **fields) -> SampleInputs:
-    """Greedy rows, but for what `fields` say; a single value goes to every row."""
-    plain = {
-        "temperature": (0.0, np.float32), "top_k": (0, np.int32), "top_p": (1.0, np.float32),
-        "min_p": (0.0, np.float32), "seed": (0, np.uint32), "position": (5, np.int32),
-    }  # fmt: skip
-    values = {
-        name: jnp.asarray(np.broadcast_to(np.asarray(fields.pop(name, default), dtype), count))
-        for name, (default, dtype) in plain.items()
-    }
-    banned = np.full((count, STOPS), -1, np.int32)
-    for row, ids in enumerate(fields.pop("banned", [])):
-        banned[row, : len(ids)] = ids
-    assert not fields
-    return SampleInputs(**values, banned=jnp.asarray(banned))
+VOCAB, NEVER = 256, 2**31 - 1
+_sample = jax.jit(sample)
 
 
-def one(inputs: SampleInputs, row: int) -> SampleInputs:
+@dataclass(frozen=True)
+class Rows:
+    """What the sampler knows of each row."""
+
+    sampling: Sampling
+    position: jax.Array
+
+
+jax.tree_util.register_dataclass(Rows)
+
+
+def jit_sample(logits, rows: Rows):
+    return _sample(logits, rows.sampling, rows.position)
+
+
+def rows(count: int, *, banned=(), position=5, **options) -> Rows:
+    """Greedy rows, but for what `options` say; a single value goes to every row. `banned[i]` are ids that row i must
+    not sample: stop tokens of a request that is too short."""
+    sampling = Sampling.empty(count)
+    for name, value in options.items():
+        getattr(sampling, name)[:] = value
+    for row, ids in enumerate(banned):
+        sampling.stop_ids[row, : len(ids)] = ids
+        sampling.min_len[row] = NEVER
+    position = np.broadcast_to(np.asarray(position, np.int32), count)
+    return jax.tree.map(jnp.asarray, Rows(sampling, position))
+
+
+def one(inputs: Rows, row: int) -> Rows:
     return jax.tree.map(lambda a: a[row : row + 1], inputs)
 
 
@@ -169,7 +182,7 @@ def test_what_can_be_drawn_equals_a_plain_sort(logits, temperature, top_k, top_p
 def test_truncation_keeps_exactly_what_a_plain_sort_keeps(logits, top_k, top_p):
     """The kept set itself, as drawing seldom shows an unlikely id that is wrongly missing."""
     scaled = jnp.asarray(logits, jnp.float32)[None] / 2
-    out = jax.jit(_truncate)(scaled, jnp.array([top_k], jnp.int32), jnp.array([top_p], jnp.float32))
+    out = jax.jit(by_rank)(scaled, jnp.array([top_k], jnp.int32), jnp.array([top_p], jnp.float32))
     left = np.flatnonzero(np.isfinite(np.asarray(out[0])))
     assert set(left.tolist()) == kept(np.array(logits) / 2, 1.0, top_k, top_p)
     np.testing.assert_array_equal(np.asarray(out[0])[left], np.asarray(scaled[0])[left])
@@ -193,7 +206,7 @@ def test_draws_follow_the_distribution():
 # Rows
 
 
-def mixed(count: int = 8) -> tuple[np.ndarray, SampleInputs]:
+def mixed(count: int = 8) -> tuple[np.ndarray, Rows]:
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 2, (count, VOCAB)).astype(np.float32)
     return logits, rows(
@@ -277,7 +290,7 @@ def test_a_broken_row_fails_alone(broken, sampled):
     others are what they are without it."""
     logits, inputs = mixed()
     if not sampled:
-        inputs = replace(inputs, temperature=jnp.zeros_like(inputs.temperature))
+        inputs = replace(inputs, sampling=inputs.sampling.where(jnp.array(False)))
     expected = jax.tree.map(np.asarray, jit_sample(jnp.asarray(logits), inputs))
     logits[1, 77] = broken
     logits[3, :] = -np.inf

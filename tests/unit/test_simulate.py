@@ -13,7 +13,7 @@ from support.shapes import STUB_MODEL
 from jpaged.bench.workload import WorkloadRequest
 from jpaged.config import EngineConfig
 from jpaged.models.nothing import NoModel
-from jpaged.policy import Candidates, by_priority, first_come_first_served, shortest_prompt_first
+from jpaged.policy import PolicyRequests, by_priority, first_come_first_served, shortest_prompt_first
 from jpaged.request import Request, SamplingParams
 from jpaged.runtime.costs import CostModel, Machine
 from jpaged.runtime.engine import Engine
@@ -37,9 +37,9 @@ TRAFFIC = Traffic.random(
 )  # fmt: skip
 
 
-def longest_of(candidates: Candidates) -> jax.Array:
+def longest_of(requests: PolicyRequests) -> jax.Array:
     """Who has the most tokens to come is kept, and served first."""
-    return -candidates.max_len
+    return -requests.max_len
 
 
 def simulated(traffic: Traffic = TRAFFIC, config: EngineConfig = TIGHT, **options) -> Simulation:

@@ -310,8 +310,11 @@ def test_a_state_of_other_fields_or_sizes_is_refused():
     driver.step()
     arrays, empty = pack_state(driver.state), make_state(CONFIG, **STUB_SHAPE)
     for wrong, words in (
-        ({name: array for name, array in arrays.items() if name != "requests.seed"}, r"has no requests\.seed"),
-        (arrays | {"requests.lora": arrays["requests.seed"]}, r"has requests\.lora, unknown here"),
+        (
+            {name: array for name, array in arrays.items() if name != "requests.sampling.seed"},
+            r"has no requests\.sampling\.seed",
+        ),
+        (arrays | {"requests.lora": arrays["requests.sampling.seed"]}, r"has requests\.lora, unknown here"),
         (
             arrays | {"slots.num_computed_tokens": arrays["slots.num_computed_tokens"][:3]},
             r"slots\.num_computed_tokens .* int32\[3\], .* int32\[4\]",
@@ -359,8 +362,8 @@ def test_the_configuration_comes_back_but_for_what_may_change(saved, tmp_path):
     with pytest.raises(ValueError, match="saved with seed 0 and cannot go on with 1"):
         Saved(saved).config(seed=1)
 
-    def mine(candidates):
-        return candidates.prompt_len
+    def mine(requests):
+        return requests.num_prompt_tokens
 
     for policy in (shortest_prompt_first, mine):
         engine = make(admission=policy)

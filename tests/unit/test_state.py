@@ -15,6 +15,7 @@ from support.stubs import STUB_SHAPE, ScriptDecoder
 from jpaged.config import EngineConfig
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step import Status, abort, evict, make_state, submit, violations
+from jpaged.step.sampling.params import Sampling
 
 CONFIG = EngineConfig(
     page_size=4, num_pages=12, max_num_seqs=3, max_queue=2, max_num_batched_tokens=16, max_model_len=20
@@ -61,11 +62,11 @@ def test_submitted_requests_queue_in_order_and_keep_every_field():
     assert requests.status.tolist() == [Status.WAITING] * 3 + [Status.FREE] * 2
     assert requests.uid[:3].tolist() == [1, 2, 3]
     assert requests.arrival[:3].tolist() == [1, 2, 3]
-    assert requests.num_tokens[:3].tolist() == requests.prompt_len[:3].tolist() == [1, 2, 3]
-    assert requests.max_len[:3].tolist() == [4, 5, 6]
+    assert requests.num_tokens[:3].tolist() == requests.num_prompt_tokens[:3].tolist() == [1, 2, 3]
+    assert requests.sampling.max_len[:3].tolist() == [4, 5, 6]
     assert requests.tokens[2, :3].tolist() == [3, 3, 3]
-    assert requests.stop_ids[:3, 0].tolist() == [1, 2, 3] and (requests.stop_ids[:, 1:] == -1).all()
-    assert requests.seed[:3].tolist() == [2**32 - 1, 2**32 - 2, 2**32 - 3]
+    assert requests.sampling.stop_ids[:3, 0].tolist() == [1, 2, 3] and (requests.sampling.stop_ids[:, 1:] == -1).all()
+    assert requests.sampling.seed[:3].tolist() == [2**32 - 1, 2**32 - 2, 2**32 - 3]
     assert int(state.counters.submitted) == 3
     assert violations(state) == []
 
@@ -76,9 +77,10 @@ def test_a_row_that_becomes_free_is_used_again_without_its_past():
     state = evict(abort(state, jnp.array([1], jnp.int32)))
     state = submit(state, submission(CONFIG, [Ask(2, [8], 3)]))
     row = jax.tree.map(lambda a: np.asarray(a)[0], state.requests)
-    assert (row.uid, row.num_tokens, row.prompt_len, row.max_len, row.min_len) == (2, 1, 1, 3, 0)
-    assert (row.stop_ids == -1).all() and row.arrival == 2
-    assert (row.temperature, row.top_k, row.top_p, row.min_p, row.seed) == (0, 0, 1, 0, 0)
+    assert (row.uid, row.num_tokens, row.num_prompt_tokens, row.arrival) == (2, 1, 1, 2)
+    plain = Sampling.empty(1)
+    plain.max_len[:] = 3
+    jax.tree.map(np.testing.assert_array_equal, row.sampling, jax.tree.map(lambda a: a[0], plain))
 
 
 def test_more_requests_than_rows_are_dropped_and_harm_nobody():

@@ -10,7 +10,7 @@ from support.stories import TIGHT
 
 from jpaged.record.inputs import Abort, Restart
 from jpaged.record.trace import Trace, TracedRequest
-from jpaged.step import Finish, StepRecord
+from jpaged.step import NO_REQUEST, Finish, StepRecord
 from jpaged.step.decisions import Decisions, Placed
 from jpaged.viz.timeline import MOST_COLUMNS, MOST_LINES, Activity, activities, condensed, plot_timeline
 
@@ -23,21 +23,25 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+#: A slot in which no request runs.
+NOBODY = (NO_REQUEST, 0, False, Finish.NOT)
+
+
 def add_step(
     trace: Trace, *slots: tuple[int, int, bool, Finish], preempted: tuple[int, ...] = (), swapped: tuple[int, ...] = ()
 ) -> None:
     """A step in which each slot has (uid, tokens computed, whether one was sampled, how it ended)."""
     size = trace.config.max_num_seqs
-    slots = (*slots, *[(0, 0, False, Finish.NOT)] * (size - len(slots)))
+    slots = (*slots, *[NOBODY] * (size - len(slots)))
     uid, scheduled, sampled, finish = (np.array(column)[None] for column in zip(*slots, strict=True))
     none = Placed(*[np.zeros((1, 1), np.int32)] * 3, count=np.zeros(1, np.int32))
-    victims = np.array([(*preempted, *[0] * (size - len(preempted)))], np.int32)
-    left = np.array([(*swapped, *[0] * (size - len(swapped)))], np.int32)
+    victims = np.array([(*preempted, *[NO_REQUEST] * (size - len(preempted)))], np.int32)
+    left = np.array([(*swapped, *[NO_REQUEST] * (size - len(swapped)))], np.int32)
     decisions = Decisions(victims, 0 * victims, none, none, none, none, np.zeros((1, 2), np.uint8))
     zeros = StepRecord.zeros(size)
     scalars = {name: np.asarray(value)[None] for name, value in vars(zeros).items() if value is not None}
     step = {"uid": uid, "scheduled": scheduled, "sampled": sampled, "finish": finish, "decisions": decisions}
-    step |= {"left": left, "to_host": left > 0}
+    step |= {"left": left, "to_host": left != NO_REQUEST}
     trace.begin_burst(4, 1)
     trace.end_burst(StepRecord(**scalars | step))
 
@@ -54,11 +58,11 @@ def small() -> Trace:
     trace, on = trace_of(4, after=2), Finish.NOT
     add_step(trace, (1, 3, False, on), (2, 4, True, on))
     add_step(trace, (1, 2, True, on), (2, 1, True, on))
-    add_step(trace, (1, 1, True, Finish.STOP), (0, 0, False, on), preempted=(0, 2))
-    add_step(trace, (0, 0, False, on), (2, 6, True, on))
+    add_step(trace, (1, 1, True, Finish.STOP), NOBODY, preempted=(NO_REQUEST, 2))
+    add_step(trace, NOBODY, (2, 6, True, on))
     add_step(trace, (3, 5, True, on), (2, 0, False, on))
     trace.inputs.append(Abort((3,)))
-    add_step(trace, (0, 0, False, on), (2, 1, True, Finish.LENGTH))
+    add_step(trace, NOBODY, (2, 1, True, Finish.LENGTH))
     trace.inputs.append(Restart())
     add_step(trace)
     return trace
@@ -75,7 +79,7 @@ def test_who_waits_on_the_host_is_swapped_and_decodes_when_it_is_back():
     """Catches: a request whose pages are there drawn as one that has lost them, or as one that computes its prompt."""
     trace, on = trace_of(2), Finish.NOT
     add_step(trace, (1, 5, True, on), (2, 4, True, on))
-    add_step(trace, (1, 1, True, on), swapped=(0, 2))
+    add_step(trace, (1, 1, True, on), swapped=(NO_REQUEST, 2))
     add_step(trace, (1, 1, True, Finish.STOP))
     add_step(trace, (2, 1, True, on))
     add_step(trace, preempted=(2,))

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -22,7 +22,7 @@ from jpaged.record.replay import replay
 from jpaged.record.step_records import unstacked
 from jpaged.record.trace import Trace
 from jpaged.request import FinishReason
-from jpaged.step import Finish, Submission, step, violations
+from jpaged.step import NO_REQUEST, Finish, Submission, step, violations
 from jpaged.step.decisions import placed
 
 TESTS = Path(__file__).parents[1]
@@ -103,7 +103,7 @@ def test_the_lists_say_how_a_page_came(story):
     for record, table in zip(trace.records, trace.page_tables(), strict=True):
         decisions = record.decisions
         found, taken, shared = decisions.found, decisions.taken, decisions.shared
-        assert np.count_nonzero(decisions.preempted) + np.count_nonzero(record.left) == record.preempted
+        assert np.sum(decisions.preempted != NO_REQUEST) + np.sum(record.left != NO_REQUEST) == record.preempted
         before[decisions.restored.slot, decisions.restored.column] = decisions.restored.page
         before[np.arange(8) >= decisions.kept[:, None]] = 0
         before[found.slot, found.column], before[taken.slot, taken.column] = found.page, taken.page
@@ -168,8 +168,8 @@ def test_what_was_told_is_compared_too(story):
     assert trace.difference(shorter) == f"{len(trace.inputs)} and {len(trace.inputs) - 1} inputs"
     place, batch = next((i, given.batch) for i, given in enumerate(trace.inputs) if isinstance(given, Submit))
     inputs = [*trace.inputs]
-    inputs[place] = Submit(replace(batch, seed=batch.seed + np.uint32(1)))
-    assert trace.difference(replace(trace, inputs=inputs)).startswith(f"input {place + 1}: seed[0] is")
+    inputs[place] = Submit(replace(batch, sampling=replace(batch.sampling, seed=batch.sampling.seed + np.uint32(1))))
+    assert trace.difference(replace(trace, inputs=inputs)).startswith(f"input {place + 1}: sampling.seed[0] is")
     inputs[place] = Abort((1,))
     assert trace.difference(replace(trace, inputs=inputs)) == f"input {place + 1}: Submit and Abort"
     config = replace(trace.config, seed=5)
@@ -268,7 +268,7 @@ def test_files_that_are_no_traces_are_refused(story, tmp_path):
     arrays = dict(np.load(path))
     about = json.loads(str(arrays["about"]))
     np.savez(path, **arrays | {"about": np.array(json.dumps(about | {"format": 99}))})
-    with pytest.raises(ValueError, match="has format 99; this version of jpaged reads 3"):
+    with pytest.raises(ValueError, match="has format 99; this version of jpaged reads 4"):
         Trace.load(path)
     del arrays["record.token"]
     np.savez(path, **arrays)
@@ -304,14 +304,14 @@ def test_a_submission_is_the_same_when_it_is_padded_again():
     """Catches: a field that a trace forgets, and one added later that it does not carry."""
     batch = Submission.empty(6, 12)
     rng = np.random.default_rng(0)
-    for f in fields(batch):
-        getattr(batch, f.name)[:] = rng.integers(0, 9, getattr(batch, f.name).shape)
+    for array in jax.tree.leaves(batch):
+        array[:] = rng.integers(0, 9, array.shape)
     batch.valid[:] = [True, False, True, True, False, False]
-    batch.prompt_len[:] = [3, 12, 7, 1, 0, 0]
-    batch.num_tokens[:] = np.add(batch.prompt_len, [1, 0, 0, 2, 0, 0])  # two have generated tokens
+    batch.num_prompt_tokens[:] = [3, 12, 7, 1, 0, 0]
+    batch.num_tokens[:] = np.add(batch.num_prompt_tokens, [1, 0, 0, 2, 0, 0])  # two have generated tokens
     batch.tokens[np.arange(12) >= batch.num_tokens[:, None]] = 0
     again = Submit.of(batch).padded(6, 12)
-    for f in fields(batch):
-        assert getattr(again, f.name)[:3].tolist() == getattr(batch, f.name)[[0, 2, 3]].tolist(), f.name
+    for (path, now), before in zip(jax.tree.leaves_with_path(again), jax.tree.leaves(batch), strict=True):
+        assert now[:3].tolist() == before[[0, 2, 3]].tolist(), path
     assert again.valid.tolist() == [True] * 3 + [False] * 3
     assert Submit.of(batch).batch.tokens.shape == (3, 7)

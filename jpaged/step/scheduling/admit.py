@@ -13,7 +13,8 @@ from jpaged.step.scheduling.grant import pages_needed, wanted
 from jpaged.step.scheduling.order import queue_order
 from jpaged.step.sharing.fork import COPIES, parent_slots, ready
 from jpaged.step.sharing.lookup import lookup, pin, shareable
-from jpaged.step.state import NO_ROW, EngineState, Status
+from jpaged.step.state import EngineState
+from jpaged.step.status import NO_REQUEST, Status
 
 
 def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[EngineState, jax.Array]:
@@ -103,5 +104,5 @@ def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[
         ),
     )
     state = pin(state, found, slot)
-    begun = state.requests.parent.at[row].set(NO_ROW, mode="drop")
+    begun = state.requests.parent.at[row].set(NO_REQUEST, mode="drop")
     return replace(state, requests=replace(state.requests, parent=begun)), source

@@ -12,7 +12,8 @@ from jpaged.step.pages import release
 from jpaged.step.scheduling.grant import grant, pages_needed, wanted
 from jpaged.step.scheduling.order import head_of_queue, running_order, standing
 from jpaged.step.sharing.fork import adopt, heirs, heritage, parent_slots, ready
-from jpaged.step.state import EngineState, Status
+from jpaged.step.state import EngineState
+from jpaged.step.status import NO_REQUEST, Status
 from jpaged.step.swap.table import Notes
 
 
@@ -123,7 +124,7 @@ def _noted(state: EngineState) -> EngineState:
         left=notes.left,
         to_host=notes.to_host,
         restored=notes.restored,
-        preempted=jnp.sum(notes.left > 0, dtype=jnp.int32),
+        preempted=jnp.sum(notes.left != NO_REQUEST, dtype=jnp.int32),
         discarded=notes.discarded,
     )
     return replace(state, record=record, swap=state.swap and replace(state.swap, notes=empty))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.policy import Candidates, Policy, Waiting
+from jpaged.policy import Policy, PolicyRequests, QueuedRequests
 from jpaged.step.sharing.fork import ready
 from jpaged.step.sharing.index import cached_tokens
 from jpaged.step.state import EngineState
@@ -43,22 +43,25 @@ def _queue_numbers(state: EngineState) -> jax.Array:
     found = cached_tokens(
         state.prefixes, requests.prefix_hash, requests.namespace, requests.num_tokens, state.pool.page_size
     )  # left out of the program where no policy looks at it
-    return _numbers(state.admission, Waiting(**_constants(state), num_tokens=requests.num_tokens, cached_tokens=found))
+    return _numbers(
+        state.admission, QueuedRequests(**_constants(state), num_tokens=requests.num_tokens, cached_tokens=found)
+    )
 
 
 def standing(state: EngineState) -> jax.Array:
     """What the victim policy says of each request `[R]`."""
-    return _numbers(state.victim, Candidates(**_constants(state)))
+    return _numbers(state.victim, PolicyRequests(**_constants(state)))
 
 
 def _constants(state: EngineState) -> dict[str, jax.Array]:
     requests = state.requests
-    return {name: getattr(requests, name) for name in ("arrival", "priority", "prompt_len", "max_len")}
+    own = {name: getattr(requests, name) for name in ("arrival", "priority", "num_prompt_tokens")}
+    return own | {"max_len": requests.sampling.max_len}
 
 
-def _numbers(policy: Policy, candidates: Any) -> jax.Array:
-    numbers = jnp.asarray(policy(candidates))
-    expected = candidates.arrival.shape
+def _numbers(policy: Policy, requests: Any) -> jax.Array:
+    numbers = jnp.asarray(policy(requests))
+    expected = requests.arrival.shape
     if numbers.shape != expected or not (
         jnp.issubdtype(numbers.dtype, jnp.integer) or jnp.issubdtype(numbers.dtype, jnp.floating)
     ):

@@ -23,7 +23,7 @@ from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.pages import page_at, release
 from jpaged.step.sharing.fork import slots_of
 from jpaged.step.sharing.index import forget, next_to_take, token_hash
-from jpaged.step.state import EngineState, rows_of
+from jpaged.step.state import EngineState
 
 
 def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax.Array) -> EngineState:
@@ -34,12 +34,12 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     none for its copy computes those tokens again.
 
     Args:
-        uids, sources: `[N]` int32, NO_UID for no request.
+        uids, sources: `[N]` int32, NO_REQUEST for no request.
         tokens: `[N]` int32.
     """
     requests, slots, page_size = state.requests, state.slots, state.pool.page_size
     size, none = uids.shape[0], slots.num_slots
-    row, source = rows_of(requests, uids), rows_of(requests, sources)
+    row, source = requests.rows_of(uids), requests.rows_of(sources)
     there = (row >= 0) & (source >= 0)
     row, source = jnp.where(there, row, requests.num_rows), jnp.maximum(source, 0)
     slot_of_row = slots_of(state)

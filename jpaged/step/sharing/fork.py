@@ -16,14 +16,15 @@ they have in common, and the others wait for that one. So a prompt is computed o
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.pages import page_at
-from jpaged.step.state import NO_ROW, EngineState, Requests, Status, rows_of
+from jpaged.step.state import EngineState, Requests
+from jpaged.step.status import NO_REQUEST, Status
 
 #: Forks that come in with a copied page in one step at most: every step moves as many pages, if only the scratch page.
 COPIES = 4
@@ -41,27 +42,26 @@ def fork(state: EngineState, uids: jax.Array, new_uids: jax.Array, seeds: jax.Ar
         seeds: `[N]` uint32, from which the new ones sample.
     """
     requests, rows = state.requests, state.requests.num_rows
-    parent = rows_of(requests, uids)
-    there = parent != NO_ROW
+    parent = requests.rows_of(uids)
+    there = parent != NO_REQUEST
     free = jnp.nonzero(requests.status == Status.FREE, size=uids.shape[0], fill_value=rows)[0]
     place = jnp.cumsum(there, dtype=jnp.int32) - 1
     row = jnp.where(there, free[jnp.maximum(place, 0)], rows)
     count = jnp.sum(there, dtype=jnp.uint32)
-    own = {
-        "status": jnp.full_like(uids, Status.WAITING),
-        "uid": new_uids,
-        "arrival": new_uids,
-        "seed": seeds.astype(jnp.uint32),
-        "cached_tokens": jnp.zeros_like(uids),
-        "preempted": jnp.zeros(uids.shape, bool),
-        "parent": parent,
-    }
-    taken = {}
-    for field in fields(Requests):
-        array = getattr(requests, field.name)
-        taken[field.name] = array.at[row].set(own.get(field.name, array[parent]), mode="drop")
+    old = requests.of(parent)
+    new = replace(
+        old,
+        status=jnp.full_like(uids, Status.WAITING),
+        uid=new_uids,
+        arrival=new_uids,
+        sampling=replace(old.sampling, seed=seeds.astype(jnp.uint32)),
+        cached_tokens=jnp.zeros_like(uids),
+        preempted=jnp.zeros(uids.shape, bool),
+        parent=parent,
+    )
+    requests = jax.tree.map(lambda array, values: array.at[row].set(values, mode="drop"), requests, new)
     counters = replace(state.counters, submitted=state.counters.submitted + count)
-    return replace(state, requests=Requests(**taken), counters=counters)
+    return replace(state, requests=requests, counters=counters)
 
 
 def slots_of(state: EngineState) -> jax.Array:
@@ -75,7 +75,7 @@ def slots_of(state: EngineState) -> jax.Array:
 def parent_slots(state: EngineState) -> jax.Array:
     """The slot `[R]` of each request's parent; S where it has no parent, or that one is not running."""
     parent = state.requests.parent
-    return jnp.where(parent == NO_ROW, state.slots.num_slots, slots_of(state)[jnp.maximum(parent, 0)])
+    return jnp.where(parent == NO_REQUEST, state.slots.num_slots, slots_of(state)[jnp.maximum(parent, 0)])
 
 
 def ready(state: EngineState) -> jax.Array:
@@ -87,7 +87,7 @@ def ready(state: EngineState) -> jax.Array:
     computed = slots.num_computed_tokens[at]
     settled = ~state.prefixes.enabled | (slots.entered[at] == computed // state.pool.page_size)
     begins = (slot < slots.num_slots) & (computed >= requests.num_tokens - 1) & settled
-    return (requests.status == Status.WAITING) & ((requests.parent == NO_ROW) | begins)
+    return (requests.status == Status.WAITING) & ((requests.parent == NO_REQUEST) | begins)
 
 
 def copy_tails(state: EngineState, source: jax.Array, budget: int) -> EngineState:
@@ -133,14 +133,14 @@ def adopt(requests: Requests, over: jax.Array, heir: jax.Array) -> jax.Array:
     orphan = _children(requests, over)
     new = heir[jnp.maximum(requests.parent, 0)]
     own = jnp.arange(requests.num_rows, dtype=jnp.int32)
-    return jnp.where(orphan, jnp.where(new == own, NO_ROW, new), requests.parent)
+    return jnp.where(orphan, jnp.where(new == own, NO_REQUEST, new), requests.parent)
 
 
 def disown(requests: Requests, failed: jax.Array) -> jax.Array:
     """The parents `[R]` when nobody is to begin with the pages of `failed` `[R] bool`."""
-    return jnp.where(_children(requests, failed), NO_ROW, requests.parent)
+    return jnp.where(_children(requests, failed), NO_REQUEST, requests.parent)
 
 
 def _children(requests: Requests, which: jax.Array) -> jax.Array:
-    waits = (requests.status == Status.WAITING) & (requests.parent != NO_ROW)
+    waits = (requests.status == Status.WAITING) & (requests.parent != NO_REQUEST)
     return waits & which[jnp.maximum(requests.parent, 0)]

@@ -20,7 +20,8 @@ from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.pages import page_at
 from jpaged.step.scheduling.order import running_rank
 from jpaged.step.sharing.index import LOOKUP_PAGES, WAYS, find, places, spread
-from jpaged.step.state import NO_ROW, EngineState, Finish, Requests, Status
+from jpaged.step.state import EngineState, Requests
+from jpaged.step.status import NO_REQUEST, Finish, Status
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
     tokens = pages * state.pool.page_size
     again = requests.preempted[slots.request]
     # What a fork begins with was counted when its parent came in.
-    first = jnp.where(again | (requests.parent[slots.request] != NO_ROW), 0, tokens)
+    first = jnp.where(again | (requests.parent[slots.request] != NO_REQUEST), 0, tokens)
     # What a slot without a request names is meaningless, and so it gains nothing.
     cached_tokens = requests.cached_tokens.at[slots.request].add(first)
     hits = jnp.sum(first, dtype=jnp.int32)

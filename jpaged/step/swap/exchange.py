@@ -24,6 +24,7 @@ from jpaged.step.scheduling.evict import evict, for_pages, for_the_head, send_ba
 from jpaged.step.scheduling.order import running_order
 from jpaged.step.sharing.index import LOOKUP_PAGES, forget, next_to_take, spread
 from jpaged.step.state import EngineState
+from jpaged.step.status import NO_REQUEST
 from jpaged.step.swap.table import Moves, Swap
 
 
@@ -45,7 +46,7 @@ def exchange(state: EngineState, ahead: int | jax.Array) -> tuple[EngineState, M
     state = evict(state)
     slots, requests = state.slots, state.requests
     row = slots.request
-    known = jnp.minimum(requests.num_tokens[row] + ahead - 1, requests.max_len[row])
+    known = jnp.minimum(requests.num_tokens[row] + ahead - 1, requests.sampling.max_len[row])
     victim = for_pages(state, jnp.where(slots.occupied, jnp.maximum(known - slots.num_computed_tokens, 0), 0))
     unlimited = requests.tokens.size
     victim |= for_the_head(send_back(state, victim), unlimited, from_host=True)
@@ -77,7 +78,7 @@ def _send_away(state: EngineState, victim: jax.Array) -> tuple[EngineState, jax.
     rows = state.requests.num_rows
     goes = jnp.zeros_like(victim).at[last_first].set(chunks > 0)
     row = jnp.where(goes, slots.request, rows)
-    left = jnp.where(victim, state.requests.uid[slots.request], 0)
+    left = jnp.where(victim, state.requests.uid[slots.request], NO_REQUEST)
     swap = replace(
         swap,
         free=swap.free.at[chunk].set(False, mode="drop"),

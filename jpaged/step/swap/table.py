@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jpaged.pool import CHUNK_PAGES
 from jpaged.step.decisions import Placed
+from jpaged.step.status import NO_REQUEST
 
 #: Fills unused places of tables of chunks.
 NO_CHUNK = -1
@@ -30,7 +31,7 @@ NO_CHUNK = -1
 class Notes:
     """What an exchange did, until the next step has it in its record."""
 
-    left: jax.Array  # [S] int32, uid of who lost this slot; 0: nobody
+    left: jax.Array  # [S] int32, uid of the request that lost this slot; NO_REQUEST: none
     to_host: jax.Array  # [S] bool, whether its pages went there
     discarded: jax.Array  # [] int32, tokens of the others, which must compute them again
     restored: jax.Array  # [] int32, requests that came in with pages of the host
@@ -38,7 +39,7 @@ class Notes:
 
     @classmethod
     def empty(cls, slots: int, most_placed: int) -> Notes:
-        nobody = jnp.zeros(slots, jnp.int32)
+        nobody = jnp.full(slots, NO_REQUEST, jnp.int32)
         return cls(nobody, jnp.zeros(slots, bool), jnp.int32(0), jnp.int32(0), Placed.empty(most_placed))
 
 
