@@ -41,8 +41,8 @@ class Submission:
 
         return cls(
             valid=np.zeros(size, bool), uid=ints(NO_REQUEST), tokens=np.zeros((size, max_model_len), np.int32),
-            num_tokens=ints(), num_prompt_tokens=ints(), sampling=Sampling.empty(size), namespace=ints(), priority=ints(),
-            beam=np.zeros(size, bool), parent=ints(NO_REQUEST),
+            num_tokens=ints(), num_prompt_tokens=ints(), sampling=Sampling.empty(size), namespace=ints(),
+            priority=ints(), beam=np.zeros(size, bool), parent=ints(NO_REQUEST),
         )  # fmt: skip
 
 
