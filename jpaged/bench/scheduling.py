@@ -2,6 +2,7 @@
 
     python -m jpaged.bench.scheduling
     python -m jpaged.bench.scheduling --slots 256 --queued 4096 --pages 30000 --json scheduling.json
+    python -m jpaged.bench.scheduling --slots 64 --queued 64 --pages 30000 --max-model-len 4096 131072
 
 Every slot decodes, the queue is full, and no request ends: all work there is, and none for a model. Beside the times
 stands what the compiler made of the programs. A row is measured and let go before the next; the table comes last, and
@@ -177,7 +178,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         caption_justify="left",
     )
     times = ("step", "fastest", "demand", "fastest")
-    for head in ("slots", "queued", "pages", *times, "conditionals", "loops", "unknown", "pool copies", "KiB"):
+    for head in ("slots", "queued", "pages", "longest", *times, "conditionals", "loops", "unknown", "pool copies", "KiB"):
         table.add_column(head, justify="right")
     for row in rows:
         shown = [f"{row[key]:.2f}" for key in ("step_ms", "step_least_ms", "demand_ms", "demand_least_ms")]
@@ -189,7 +190,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             [p["pool_copies"] for p in programs],
         )
         temporary = f"{-(-row['step']['temporary_bytes'] // 1024):,}"
-        sizes = [f"{row[key]:,}" for key in ("slots", "queued", "pages")]
+        sizes = [f"{row[key]:,}" for key in ("slots", "queued", "pages", "max_model_len")]
         table.add_row(*sizes, *shown, *(" ".join(f"{n:,}" for n in pair) for pair in counts), temporary)
     return table
 
@@ -204,15 +205,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("pages", [1000, 30_000], f"of {PAGE_SIZE} tokens"),
     ):
         parser.add_argument(f"--{name}", type=int, nargs="+", default=given, help=text)
-    parser.add_argument("--max-model-len", type=int, default=4096, help="most tokens of a request")
+    parser.add_argument("--max-model-len", type=int, nargs="+", default=[4096], help="most tokens of a request")
     parser.add_argument("--steps", type=int, default=20, help="that are timed")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args(arguments)
     try:
         if options.steps < 1:
             raise ValueError(f"steps must be at least 1, got {options.steps}")
-        grid = product(options.slots, options.queued, options.pages)
-        cases = [Sizes(slots, queued, pages, options.max_model_len) for slots, queued, pages in grid]
+        grid = product(options.slots, options.queued, options.pages, options.max_model_len)
+        cases = [Sizes(*sizes) for sizes in grid]
         for sizes in cases:  # what cannot be measured is said before anything is
             sizes.prompt_tokens(options.steps)
     except ValueError as error:
@@ -221,7 +222,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number, sizes in enumerate(cases, start=1):
         rows.append(measure(sizes, steps=options.steps))
         print(f"{number} of {len(cases)}: {sizes}, {rows[-1]['step_ms']:.2f} ms", file=sys.stderr, flush=True)
-    Console().print(table(rows))
+    console = Console()
+    console.print(table(rows))
+    for row in rows[1:]:
+        if [row[key] for key in ("slots", "queued", "pages")] == [rows[0][key] for key in ("slots", "queued", "pages")]:
+            ratio = row["step_least_ms"] / rows[0]["step_least_ms"]
+            of = f"max_model_len {row['max_model_len']:,} to {rows[0]['max_model_len']:,}"
+            console.print(f"fastest step, {of}: {ratio:.2f} times")
     found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "threads": usable_cores(), "rows": rows}
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -37,7 +37,7 @@ PAGES = "pages"
 #: Leaves whose values are numbers of pages.
 _PAGE_NUMBERS = frozenset({"slots.page_table", "prefixes.before"})
 #: Leaves that follow from the others and the size of the pool.
-_DERIVED = frozenset({"prefixes.index"})
+_DERIVED = frozenset({"prefixes.index", "holders"})
 #: Keys and values that are moved at a time: what reading and writing a pool needs beside it on the device.
 _CHUNK_BYTES = 1 << 26
 
@@ -92,6 +92,7 @@ def unpack_state(arrays: Mapping[str, Any], state: EngineState) -> EngineState:
         else:
             host[name] = values
     host |= _indexed({name: host[f"prefixes.{name}"] for name in ("cached", "before", "depth", "hash")}, state.prefixes)
+    host["holders"] = _holders(host, state)
     pool = _write_pool(state.pool, {name: arrays[f"pool.{name}"] for name in ("k", "v")}, kept, new)
 
     def filled(path: Any, leaf: jax.Array) -> jax.Array:
@@ -195,6 +196,14 @@ def _indexed(pages: Mapping[str, np.ndarray], empty: Prefixes) -> dict[str, np.n
     found = np.flatnonzero(findable)
     index[bucket[found], way[found]] = found
     return {"prefixes.cached": findable, "prefixes.index": index}
+
+
+def _holders(host: Mapping[str, np.ndarray], state: EngineState) -> np.ndarray:
+    """The slots that hold each page, a bit each, from the tables."""
+    holders = np.zeros(state.holders.shape, np.uint32)
+    for slot, count in enumerate(host["slots.num_pages"]):
+        holders[slot // 32, host["slots.page_table"][slot, :count]] |= np.uint32(1 << slot % 32)
+    return holders
 
 
 _places = jax.jit(places)

@@ -34,8 +34,11 @@ def violations(state: EngineState) -> list[str]:
         np.add.at(named, pages, 1)
         if not occupied[slot] and (num_pages[slot] or computed[slot]):
             wrong.append(f"empty slot {slot} holds {num_pages[slot]} pages and {computed[slot]} tokens")
-        if (table[slot, num_pages[slot] :] != SCRATCH_PAGE).any():
-            wrong.append(f"slot {slot}: entries past its {num_pages[slot]} pages are not the scratch page")
+        bits = (np.asarray(state.holders)[slot // 32] >> np.uint32(slot % 32)) & np.uint32(1)
+        if sorted(pages.tolist()) != np.flatnonzero(bits).tolist():
+            wrong.append(f"slot {slot} names the pages {pages.tolist()}, and holds {np.flatnonzero(bits).tolist()}")
+        if (np.asarray(state.prefixes.depth)[pages] != np.arange(len(pages))).any():
+            wrong.append(f"slot {slot}: its pages {pages.tolist()} are not at the columns that they say")
         if len(set(pages.tolist())) != len(pages):
             wrong.append(f"slot {slot} names a page twice: {pages.tolist()}")
         if (pages == SCRATCH_PAGE).any() or (pages < 0).any() or (pages >= len(refcount)).any():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -72,19 +73,31 @@ class Decisions:
         )  # fmt: skip
 
 
-def placed(before: jax.Array, after: jax.Array, most: int) -> Placed:
-    """The pages that the tables `after` `[S, M]` name where those `before` it named another, or none."""
-    slots, columns = after.shape
-    new = (after != before) & (after != SCRATCH_PAGE)
+class Tables(Protocol):
+    """The page tables of all slots, as `Slots` has them."""
+
+    @property
+    def page_table(self) -> jax.Array: ...  # [S, M] int32
+
+    @property
+    def num_pages(self) -> jax.Array: ...  # [S] int32
+
+
+def placed(before: Tables, after: Tables, most: int) -> Placed:
+    """The pages that the tables `after` name where those `before` it named another, or none."""
+    slots, columns = after.page_table.shape
+    column = jnp.arange(columns, dtype=jnp.int32)[None]
+    new = (column >= before.num_pages[:, None]) | (after.page_table != before.page_table)
+    new &= column < after.num_pages[:, None]
     place = jnp.nonzero(new.ravel(), size=most, fill_value=slots * columns)[0].astype(jnp.int32)
-    page = after.ravel().at[place].get(mode="fill", fill_value=SCRATCH_PAGE)
+    page = after.page_table.ravel().at[place].get(mode="fill", fill_value=SCRATCH_PAGE)
     slot, column = jnp.divmod(jnp.where(page == SCRATCH_PAGE, 0, place), columns)
     return Placed(page=page, slot=slot, column=column, count=jnp.sum(new, dtype=jnp.int32))
 
 
 def decided(
     last: Decisions,
-    tables: Sequence[jax.Array],
+    tables: Sequence[Tables],
     preempted: jax.Array,
     kept: jax.Array,
     restored: Placed | None,
@@ -95,7 +108,7 @@ def decided(
 
     Args:
         last: what the one before it did, for its sizes.
-        tables: `[S, M]` each, after preemption, admission, scheduling, and at the end.
+        tables: those after preemption, admission, scheduling, and at the end.
         preempted, kept, restored: as in `Decisions`; None: there is no host pool.
         findable: `[P]` bool, at the end.
         most_pages: how many pages the step can begin.

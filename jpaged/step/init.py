@@ -95,6 +95,7 @@ def _arrays(config: EngineConfig, layers: int, kv_heads: int, head_dim: int, dty
         )  # fmt: skip
     return EngineState(
         pool=pool,
+        holders=jnp.zeros((-(-slots // 32), 1 + config.num_pages), jnp.uint32),
         refcount=jnp.zeros(1 + config.num_pages, jnp.int32).at[SCRATCH_PAGE].set(1),
         prefixes=Prefixes.empty(config.num_pages, config.page_size, enabled=config.enable_prefix_caching),
         slots=Slots(

@@ -1,17 +1,70 @@
-"""Taking pages and giving them back. Nobody uses a page whose reference count is 0."""
+"""Which slots hold which pages: taking pages, sharing them, and giving them back.
+
+Beside the tables the state has a bit for each slot and page: `holders`. With it, a slot gives back all of its pages at
+once, whatever the length of its table, and a page knows which of the slots hold it. What is done to all tables in a
+step would cost what requests could have; this costs what there are of pages.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.step.sharing.index import spread
+from jpaged.pool import SCRATCH_PAGE
+from jpaged.step.sharing.index import forget, next_to_take, spread
+from jpaged.step.state import EngineState, Slots
+
+_WORD = 32
 
 
-def page_at(page_table: jax.Array, column: jax.Array) -> jax.Array:
-    """The page `[N]` at `column` `[N]` of each table `[N, M]`; past the end the last one, which nobody should use."""
-    column = jnp.clip(column, 0, page_table.shape[1] - 1)
-    return jnp.take_along_axis(page_table, column[:, None], axis=1)[:, 0]
+def no_holders(num_slots: int, num_pages: int) -> jax.Array:
+    """`[ceil(S / 32), P]` uint32 of pages that no slot holds."""
+    return jnp.zeros((-(-num_slots // _WORD), 1 + num_pages), jnp.uint32)
+
+
+def bits_of(which: jax.Array) -> jax.Array:
+    """The bits `[..., W]` of the slots `which` `[..., S]` bool."""
+    words = -(-which.shape[-1] // _WORD)
+    padded = jnp.pad(which, [(0, 0)] * (which.ndim - 1) + [(0, words * _WORD - which.shape[-1])])
+    place = jnp.arange(_WORD, dtype=jnp.uint32)
+    bits = padded.reshape(*which.shape[:-1], words, _WORD).astype(jnp.uint32)
+    return jnp.sum(bits << place.reshape((1,) * which.ndim + (_WORD,)), axis=-1, dtype=jnp.uint32)
+
+
+def change(holders: jax.Array, page: jax.Array, slot: jax.Array, used: jax.Array, *, holds: bool) -> jax.Array:
+    """After slot `slot[n]` took page `page[n]` `[N]` into its table, or out of it, where `used` `[N]` bool. Each pair
+    stands there once, and a page comes in only where it is not, and goes only where it is."""
+    bit = jnp.uint32(1) << (slot % _WORD).astype(jnp.uint32)
+    word = jnp.where(used, slot // _WORD, holders.shape[0])
+    return holders.at[word, page].add(bit if holds else jnp.uint32(0) - bit, mode="drop")
+
+
+def counted(holders: jax.Array) -> jax.Array:
+    """The reference counts `[P]` int32; that of the scratch page is 1."""
+    count = jnp.sum(jax.lax.population_count(holders), axis=0, dtype=jnp.int32)
+    return count + (jnp.arange(count.shape[0], dtype=jnp.int32) == SCRATCH_PAGE).astype(jnp.int32)
+
+
+def leading(slots: Slots, good: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """How many pages `[S]` at the head of each table are good. `good` says it of a page of each slot, `[S]` to `[S]`
+    bool, and of no page after one that is not: what others hold too, as tables share heads and nothing else."""
+    slot = jnp.arange(slots.num_slots, dtype=jnp.int32)
+    columns = slots.page_table.shape[1]
+    low, high = jnp.zeros_like(slots.num_pages), slots.num_pages
+    for _ in range(columns.bit_length()):
+        middle = (low + high) // 2
+        page = slots.page_table[slot, jnp.minimum(middle, columns - 1)]
+        passes = (low < high) & good(page)
+        low, high = jnp.where(passes, middle + 1, low), jnp.where(passes, high, middle)
+    return low
+
+
+def page_at(page_table: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """The page `[N]` at `column` `[N]` of table `row` `[N]`; past the end the last one, which nothing may use."""
+    return page_table[row, jnp.clip(column, 0, page_table.shape[1] - 1)]
 
 
 def release(refcount: jax.Array, page_table: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
@@ -43,3 +96,22 @@ def take(
     page_table = page_table.at[jnp.where(runs.used, runs.owner, slots), column].set(pages, mode="drop")
     refcount = refcount.at[jnp.where(runs.used, pages, refcount.shape[0])].add(1, mode="drop")
     return refcount, page_table, num_pages + need
+
+
+def take_unused(state: EngineState, need: jax.Array, most: int) -> EngineState:
+    """Appends `need[s]` `[S]` unused pages to the table of each slot, slot after slot, at most `most` in all. There
+    must be as many. What they held is forgotten."""
+    slots, prefixes = state.slots, state.prefixes
+    pages = next_to_take(prefixes, state.refcount, state.counters.steps, slots.page_table.shape[1], most)
+    refcount, page_table, num_pages = take(state.refcount, slots.page_table, slots.num_pages, need, pages)
+    runs = spread(need, most)
+    page = jnp.where(runs.used, pages, refcount.shape[0])  # past the end, which is dropped
+    taken = jnp.zeros(refcount.shape, bool).at[page].set(True, mode="drop")
+    column = slots.num_pages[runs.owner] + runs.number
+    return replace(
+        state,
+        holders=change(state.holders, pages, runs.owner, runs.used, holds=True),
+        refcount=refcount,
+        prefixes=replace(forget(prefixes, taken), depth=prefixes.depth.at[page].set(column, mode="drop")),
+        slots=replace(slots, page_table=page_table, num_pages=num_pages),
+    )

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.policy import Policy, by_priority
-from jpaged.pool import KVPool
+from jpaged.pool import SCRATCH_PAGE, KVPool
 from jpaged.step.record import Counters, StepRecord
 from jpaged.step.sampling.params import Sampling
 from jpaged.step.sharing.index import Prefixes
@@ -75,11 +75,17 @@ class Slots:
     num_computed_tokens: jax.Array  # [S] int32, tokens whose keys and values are in the pool
     entered: jax.Array  # [S] int32, full pages that were offered to others already; see `share.enter`
     num_pages: jax.Array  # [S] int32, pages in the table
-    page_table: jax.Array  # [S, M] int32, page of each page_size tokens; SCRATCH_PAGE where unused
+    page_table: jax.Array  # [S, M] int32, page of each page_size tokens; only the first `num_pages` mean anything
 
     @property
     def num_slots(self) -> int:
         return self.occupied.shape[0]
+
+    @property
+    def named_pages(self) -> jax.Array:
+        """`page_table` with SCRATCH_PAGE past the end of each table, for people and pictures: `[S, M]`."""
+        column = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)[None]
+        return jnp.where(column < self.num_pages[:, None], self.page_table, SCRATCH_PAGE)
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +94,8 @@ class EngineState:
     """Everything. `step` takes one and returns the next."""
 
     pool: KVPool
-    refcount: jax.Array  # [P] int32, tables that name the page; the scratch page counts 1 of its own
+    holders: jax.Array  # [W, P] uint32, the slots whose tables name the page, a bit each; see `pages`
+    refcount: jax.Array  # [P] int32, how many these are; the scratch page counts 1 of its own
     prefixes: Prefixes
     slots: Slots
     requests: Requests

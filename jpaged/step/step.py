@@ -93,7 +93,7 @@ def _trace(state: EngineState, evicted: EngineState, stages: list[EngineState], 
         return state
     lost = evicted.slots.occupied & ~stages[0].slots.occupied
     preempted = jnp.where(lost, evicted.requests.uid[evicted.slots.request], NO_REQUEST)
-    tables, kept = [stage.slots.page_table for stage in stages], stages[0].slots.num_pages
+    tables, kept = [stage.slots for stage in stages], stages[0].slots.num_pages
     restored = None if evicted.swap is None else evicted.swap.notes.placed
     now = decided(last, tables, preempted, kept, restored, state.prefixes.cached, most_pages(state, budget))
     return replace(state, record=replace(state.record, decisions=now))

@@ -25,7 +25,7 @@ def engine_pages(engine: Engine, step: int | None = None) -> Figure:
     history = list(engine.history) if trace is None else trace.history
     if trace is None or not history:
         state = engine.state
-        parts = state.slots.page_table, state.prefixes.cached, state.requests.uid[state.slots.request]
+        parts = state.slots.named_pages, state.prefixes.cached, state.requests.uid[state.slots.request]
         page_table, cached, uids = (np.asarray(part) for part in parts)
         labels = [f"request {engine.label(int(uid))}" for uid in uids]
         return plot_pages(history, page_table, cached, page_size=config.page_size, labels=labels, title="now")

@@ -132,7 +132,7 @@ class OracleEngine:
         self.all_pages = range(1, config.num_pages + 1)
         self.found: dict[Identity, int] = {}
         self.last_used = dict.fromkeys(self.all_pages, 0)
-        self.lookup_pages = max(config.max_pages_per_seq, lookup_pages)
+        self.lookup_pages = lookup_pages
         self.submitted = self.steps = self.computed_tokens = self.padded_tokens = self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
         self.free_chunks = list(range(num_chunks))
@@ -247,14 +247,14 @@ class OracleEngine:
             found: list[int] = []
             if slot := self.slot_of(request.parent):
                 answers.append(slot.pages[:more])
-                left -= more
+                left = max(left - more, 0)
                 continue
             for column in range(len(pages), len(pages) + min(more, left)):
                 page = self.found.get(self.prefix(request, column))
                 if page is None or (column and not found and not self.holds(pages[-1], request, column - 1)):
                     break
                 found.append(page)
-            left -= min(more, left)
+            left = max(left - more, 0)
             answers.append(found)
         return answers
 
@@ -527,7 +527,8 @@ class OracleEngine:
             self.seen["too many copies"] += copies > self.copies
             if (request.stored > 0) != from_host:
                 break
-            fits = ahead < len(self.slots) and tokens < budget and asked <= self.lookup_pages and copies <= self.copies
+            looked_up = request is queue[0] or asked <= self.lookup_pages
+            fits = ahead < len(self.slots) and tokens < budget and looked_up and copies <= self.copies
             if not fits or spoken_for + ahead + own > len(self.all_pages) - len(in_use):
                 break
             tokens += len(request.tokens) - computed

@@ -49,6 +49,7 @@ def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pag
     counters = replace(state.counters, submitted=jnp.uint32(first))
     table, held, page = np.full((4, CONFIG.max_pages_per_seq), SCRATCH_PAGE, np.int32), np.zeros(4, np.int32), 1
     refcount, computed = np.zeros(1 + 12, np.int32), np.zeros(4, np.int32)
+    holders = np.zeros((1, 1 + 12), np.uint32)
     occupied, request = np.zeros(4, bool), np.zeros(4, np.int32)
     refcount[SCRATCH_PAGE] = 1
     refcount[num_pages + 1 :] = 1
@@ -59,10 +60,10 @@ def picture(*slots: tuple[int, int, int], waiting: tuple[int, ...] = (), num_pag
         held[slot] = -(-done // 4)
         for column in range(held[slot]):
             table[slot, column] = page
-            refcount[page] = 1
+            refcount[page], holders[0, page] = 1, 1 << slot
             page += 1
     state = replace(
-        state, requests=requests, counters=counters, refcount=jnp.asarray(refcount),
+        state, requests=requests, counters=counters, refcount=jnp.asarray(refcount), holders=jnp.asarray(holders),
         slots=Slots(*(jnp.asarray(a) for a in (occupied, request, computed, computed // 4, held, table))),
     )  # fmt: skip
     if waiting:
@@ -166,11 +167,13 @@ def test_the_youngest_make_room(slots, num_pages, victims):
 
 def shared(state: EngineState, *pages: tuple[int, int, int]) -> EngineState:
     """`state` with `(slot, column, page)` in its tables in place of what was there."""
-    table, refcount = state.slots.page_table, state.refcount
+    table, refcount, holders = state.slots.page_table, state.refcount, state.holders
     for slot, column, page in pages:
         refcount = refcount.at[table[slot, column]].add(-1).at[page].add(1)
+        holders = holders.at[0, table[slot, column]].add(jnp.uint32(2**32 - (1 << slot)))
+        holders = holders.at[0, page].add(jnp.uint32(1 << slot))
         table = table.at[slot, column].set(page)
-    return replace(state, refcount=refcount, slots=replace(state.slots, page_table=table))
+    return replace(state, refcount=refcount, holders=holders, slots=replace(state.slots, page_table=table))
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,12 @@ def test_the_checker_sees_pages_that_can_be_found_twice():
             "reference counts",
         ),
         (
-            lambda s: replace(s, slots=replace(s.slots, page_table=s.slots.page_table.at[1, 4].set(9))),
-            "slot 1: entries past its 2 pages are not the scratch page",
+            lambda s: replace(s, holders=s.holders.at[0, 4].set(0)),
+            r"slot 1 names the pages \[3, 4\], and holds \[3\]",
+        ),
+        (
+            lambda s: prefixes(s, depth=s.prefixes.depth.at[4].set(0)),
+            r"slot 1: its pages \[3, 4\] are not at the columns that they say",
         ),
         (
             lambda s: replace(s, slots=replace(s.slots, page_table=s.slots.page_table.at[0, 1].set(SCRATCH_PAGE))),

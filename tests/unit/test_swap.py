@@ -263,7 +263,7 @@ def test_a_trace_says_who_went_and_who_came_back():
     middle = len(trace) // 2
     state = replay(trace, READER, (), until=middle)
     tables, ended = trace.page_table(middle), np.asarray(trace.record(middle).finish) != 0
-    np.testing.assert_array_equal(np.where(ended[:, None], 0, tables), np.asarray(state.slots.page_table))
+    np.testing.assert_array_equal(np.where(ended[:, None], 0, tables), np.asarray(state.slots.named_pages))
     table = activities(trace)
     assert (table == Activity.SWAPPED).any() and not (table == Activity.PREEMPTED).any()
     words = [trace.describe(step) for step in range(1, len(trace) + 1)]

@@ -56,8 +56,8 @@ def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[
     tail = jnp.where(forks, known - 1 - pages_asked * page_size, 0)  # tokens that are in a page to be copied
     in_use = found.hit & (state.refcount[found.page] > 0)
     hits, hits_in_use = (nothing.at[found.owner].add(hit.astype(jnp.int32)) for hit in (found.hit, in_use))
-    # Who did not fit in this lookup comes in after the next. The head fits always.
-    looked_up = jnp.cumsum(pages_asked, dtype=jnp.int32) <= found.page.shape[0]
+    # A request that does not fit in this lookup is admitted after the next; the head with what was looked up of it.
+    looked_up = (rank == 0) | (jnp.cumsum(pages_asked, dtype=jnp.int32) <= found.asked)
 
     running = jnp.sum(slots.occupied, dtype=jnp.int32)
     want = wanted(state)
@@ -85,7 +85,7 @@ def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[
         request=slots.request.at[slot].set(queue, mode="drop"),
         num_computed_tokens=slots.num_computed_tokens.at[slot].set(tail, mode="drop"),
     )
-    last = page_at(slots.page_table[jnp.minimum(parent, num_slots - 1)], pages_asked)
+    last = page_at(slots.page_table, jnp.minimum(parent, num_slots - 1), pages_asked)
     source = jnp.full(num_slots, SCRATCH_PAGE, jnp.int32)
     source = source.at[slot].set(jnp.where(tail > 0, last, SCRATCH_PAGE), mode="drop")
     counted = enters & ~requests.preempted[queue] & ~forks

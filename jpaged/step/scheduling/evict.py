@@ -7,8 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jpaged.pool import SCRATCH_PAGE
-from jpaged.step.pages import release
+from jpaged.step.pages import bits_of, change, leading
 from jpaged.step.scheduling.grant import grant, pages_needed, wanted
 from jpaged.step.scheduling.order import head_of_queue, running_order, standing
 from jpaged.step.sharing.fork import adopt, heirs, heritage, parent_slots, ready
@@ -17,26 +16,37 @@ from jpaged.step.status import NO_REQUEST, Status
 from jpaged.step.swap.table import Notes
 
 
-def hand_on(state: EngineState, which: jax.Array, heir: jax.Array) -> EngineState:
+def hand_on(state: EngineState, which: jax.Array, heir: jax.Array | None = None) -> EngineState:
     """Gives the slots of `which` `[S] bool` to the requests `heir` `[S]`, with the pages of the tokens that are theirs
-    as well; R is nobody's. The other pages are given back. Those that can be found stay cached."""
+    as well; to none where that is R, or there are no heirs. The other pages are given back. Those that can be found
+    stay cached."""
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
-    inherits = which & (heir < requests.num_rows)
-    computed = jnp.where(which, jnp.where(inherits, heritage(state, heir), 0), slots.num_computed_tokens)
+    none = requests.num_rows
+    inherits, kept, row = jnp.zeros_like(which), jnp.zeros_like(slots.request), jnp.full_like(slots.request, none)
+    if heir is not None:
+        inherits, kept = which & (heir < none), heritage(state, heir)
+        row = jnp.where(inherits, heir, none)
+    computed = jnp.where(which, jnp.where(inherits, kept, 0), slots.num_computed_tokens)
     num_pages = jnp.where(which, -(-computed // page_size), slots.num_pages)
-    left = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32) >= num_pages[:, None]
-    row = jnp.where(inherits, heir, requests.num_rows)
+    dropped = bits_of(which & ~inherits)[:, None]
+    if heir is not None:
+        # What an heir does not take over begins at one column of its table, and a page is at one column of all tables.
+        begin = jnp.where(inherits, num_pages, slots.page_table.shape[1])
+        slot = jnp.arange(slots.num_slots, dtype=jnp.int32)
+        ends = jnp.zeros((state.holders.shape[0], slots.page_table.shape[1] + 1), jnp.uint32)
+        ends = change(ends, begin, slot, inherits, holds=True)
+        dropped |= jnp.cumsum(ends, axis=1, dtype=jnp.uint32)[:, state.prefixes.depth]
     return replace(
         state,
-        refcount=release(state.refcount, slots.page_table, num_pages, slots.num_pages),
+        holders=state.holders & ~dropped,
+        refcount=state.refcount - jnp.sum(jax.lax.population_count(state.holders & dropped), axis=0, dtype=jnp.int32),
         slots=replace(
             slots,
             occupied=jnp.where(which, inherits, slots.occupied),
-            request=jnp.where(inherits, heir, slots.request),
+            request=jnp.where(inherits, row, slots.request),
             num_computed_tokens=computed,
             entered=jnp.minimum(slots.entered, computed // page_size),
             num_pages=num_pages,
-            page_table=jnp.where(left, SCRATCH_PAGE, slots.page_table),
         ),
         requests=replace(requests, status=requests.status.at[row].set(Status.RUNNING, mode="drop")),
     )
@@ -145,7 +155,7 @@ def send_back(state: EngineState, victim: jax.Array) -> EngineState:
     """The requests in the slots of `victim` `[S] bool` wait again."""
     slots, requests = state.slots, state.requests
     row = jnp.where(victim, slots.request, requests.num_rows)
-    state = hand_on(state, victim, jnp.full_like(row, requests.num_rows))
+    state = hand_on(state, victim)
     count = jnp.sum(victim, dtype=jnp.uint32)
     return replace(
         state,
@@ -166,10 +176,8 @@ def _given_back(state: EngineState, order: jax.Array) -> jax.Array:
 
 def _held_by_none_before(state: EngineState, order: jax.Array) -> jax.Array:
     """Pages `[S]` in each slot's table that are in none before it in `order` `[S]`: those that come back when it goes
-    after all who are behind it."""
+    after all that are behind it."""
     slots = state.slots
-    named = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32) < slots.num_pages[:, None]
     place = jnp.zeros_like(order).at[order].set(jnp.arange(slots.num_slots, dtype=order.dtype))
-    first = jnp.full(state.refcount.shape, slots.num_slots, order.dtype)
-    first = first.at[slots.page_table].min(jnp.where(named, place[:, None], slots.num_slots))
-    return jnp.sum(named & (first[slots.page_table] == place[:, None]), axis=1, dtype=jnp.int32)
+    before = bits_of(place[None] < place[:, None])  # [S, W]
+    return slots.num_pages - leading(slots, lambda page: jnp.any(state.holders[:, page].T & before != 0, axis=1))

@@ -8,14 +8,11 @@ gets nothing: the next step finds it there.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 
-from jpaged.step.pages import take
+from jpaged.step.pages import take_unused
 from jpaged.step.scheduling.order import running_order
-from jpaged.step.sharing.index import forget, next_to_take
 from jpaged.step.sharing.lookup import waits
 from jpaged.step.state import EngineState
 
@@ -62,14 +59,5 @@ def within_pages(state: EngineState, tokens: jax.Array) -> jax.Array:
 
 def schedule(state: EngineState, budget: int) -> tuple[EngineState, jax.Array]:
     """Grants tokens and takes the pages for them. Returns the state and tokens `[S]`."""
-    slots = state.slots
     tokens = within_pages(state, grant(state, budget))
-    pages = next_to_take(
-        state.prefixes, state.refcount, state.counters.steps, slots.page_table.shape[1], most_pages(state, budget)
-    )
-    refcount, page_table, num_pages = take(
-        state.refcount, slots.page_table, slots.num_pages, pages_needed(state, tokens), pages
-    )
-    taken = (refcount > 0) & (state.refcount == 0)
-    slots = replace(slots, page_table=page_table, num_pages=num_pages)
-    return replace(state, refcount=refcount, prefixes=forget(state.prefixes, taken), slots=slots), tokens
+    return take_unused(state, pages_needed(state, tokens), most_pages(state, budget)), tokens

@@ -32,8 +32,11 @@ def queue_order(state: EngineState) -> jax.Array:
 
 def head_of_queue(state: EngineState) -> tuple[jax.Array, jax.Array]:
     """The first in `queue_order`, a row `[]`; and whether each request `[R] bool`, if it waited, would be behind it."""
-    numbers, arrival = _queue_numbers(state), state.requests.arrival
-    head = _order(numbers, arrival, ready(state))[0]
+    numbers, arrival = _sortable(_queue_numbers(state)), state.requests.arrival
+    last, there = jnp.iinfo(numbers.dtype).max, ready(state)
+    first = there & (numbers == jnp.min(jnp.where(there, numbers, last)))
+    # Of none that waits, a row that is not `ready`: those who ask look at that.
+    head = jnp.argmin(jnp.where(first, arrival, jnp.iinfo(jnp.int32).max)).astype(jnp.int32)
     same = (numbers == numbers[head]) & (arrival > arrival[head])
     return head, (numbers > numbers[head]) | same
 
@@ -70,6 +73,18 @@ def _numbers(policy: Policy, requests: Any) -> jax.Array:
             f"or floating point; it gave {numbers.dtype}{numbers.shape}"
         )
     return numbers
+
+
+def _sortable(numbers: jax.Array) -> jax.Array:
+    """Integers in the order of `numbers` as a sort sees it: -0 is 0, and NaN comes last."""
+    if jnp.issubdtype(numbers.dtype, jnp.integer):
+        return numbers
+    if numbers.dtype.itemsize < 4:
+        numbers = numbers.astype(jnp.float32)
+    nan = jnp.full((), jnp.nan, numbers.dtype)
+    numbers = jnp.where(numbers == 0, jnp.zeros_like(numbers), jnp.where(jnp.isnan(numbers), nan, numbers))
+    bits = jax.lax.bitcast_convert_type(numbers, jnp.int32 if numbers.dtype.itemsize == 4 else jnp.int64)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def _order(numbers: jax.Array, arrival: jax.Array, there: jax.Array) -> jax.Array:

@@ -33,13 +33,15 @@ def pack(state: EngineState, tokens: jax.Array, budget: int) -> tuple[StepBatch,
     row = jnp.minimum(token_row, rows - 1)
     position = jnp.where(padding, 0, slots.num_computed_tokens[slot[row]] + index - query_start[row])
     token_ids = requests.tokens[slots.request[slot[row]], position]
+    num_pages = jnp.where(used, slots.num_pages[slot], 0)
+    column = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32)
     batch = StepBatch(
         token_ids=jnp.where(padding, 0, token_ids),
         positions=position,
         token_row=token_row,
         query_start=query_start,
         kv_len=jnp.where(used, slots.num_computed_tokens[slot] + count, 0),
-        page_table=jnp.where(used[:, None], slots.page_table[slot], SCRATCH_PAGE),
+        page_table=jnp.where(column[None] < num_pages[:, None], slots.page_table[slot], SCRATCH_PAGE),
         logit_index=jnp.maximum(query_start[1:] - 1, 0),
     )
     return batch, slot_of_row

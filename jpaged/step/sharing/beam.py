@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step.pages import page_at, release
+from jpaged.step.pages import bits_of, change, page_at
 from jpaged.step.sharing.fork import slots_of
 from jpaged.step.sharing.index import forget, next_to_take, token_hash
 from jpaged.step.state import EngineState
@@ -58,16 +58,18 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     settled = ~state.prefixes.enabled | (slots.entered[at] == full)
     shared = jnp.where(gets, jnp.where(settled | keeps, full, jnp.minimum(slots.entered[at], full)), 0)
     column = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32)
-    last = page_at(slots.page_table[at], full)
+    last = page_at(slots.page_table, at, full)
 
     # Tables of full pages and kept ones.
     kept_pages = shared + (keeps & (rest > 0)).astype(jnp.int32)
     table = jnp.where(column < kept_pages[:, None], slots.page_table[at], SCRATCH_PAGE)
     changes = jnp.zeros(none, bool).at[slot].set(True, mode="drop")
-    dropped = jnp.where(changes, slots.num_pages, 0)
-    refcount = release(state.refcount, slots.page_table, jnp.zeros_like(dropped), dropped)
+    dropped = bits_of(changes)[:, None]
+    holders = state.holders & ~dropped
+    refcount = state.refcount - jnp.sum(jax.lax.population_count(state.holders & dropped), axis=0, dtype=jnp.int32)
     named = (column < kept_pages[:, None]) & (slot < none)[:, None]
     refcount = refcount.at[jnp.where(named, table, refcount.shape[0])].add(1, mode="drop")
+    holders = change(holders, table, jnp.broadcast_to(slot[:, None], table.shape), named, holds=True)
 
     # Copies, while there are pages.
     copies = gets & ~keeps & settled & (rest > 0)
@@ -78,6 +80,7 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     new = jnp.where(copies, pages[jnp.clip(order, 0, pages.shape[0] - 1)], SCRATCH_PAGE)
     taken = jnp.zeros(refcount.shape, bool).at[jnp.where(copies, new, refcount.shape[0])].set(True, mode="drop")
     table = table.at[index, jnp.where(copies, full, column.shape[0])].set(new, mode="drop")
+    holders = change(holders, new, slot, copies, holds=True)
     pool = state.pool.copy(jnp.where(copies, last, SCRATCH_PAGE), new)
 
     computed = shared * page_size + jnp.where(copies | keeps, rest, 0)
@@ -107,8 +110,12 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     return replace(
         state,
         pool=pool,
+        holders=holders,
         refcount=refcount + taken.astype(jnp.int32),
-        prefixes=forget(state.prefixes, taken),
+        prefixes=replace(
+            forget(state.prefixes, taken),
+            depth=state.prefixes.depth.at[jnp.where(copies, new, refcount.shape[0])].set(full, mode="drop"),
+        ),
         slots=slots,
         requests=requests,
         swap=state.swap and state.swap.without(others),

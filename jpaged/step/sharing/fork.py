@@ -97,7 +97,8 @@ def copy_tails(state: EngineState, source: jax.Array, budget: int) -> EngineStat
     slot = jnp.nonzero(
         source != SCRATCH_PAGE, size=min(COPIES, budget, slots.num_slots), fill_value=slots.num_slots
     )[0]  # fmt: skip
-    next_page = page_at(slots.page_table, slots.num_computed_tokens // state.pool.page_size)
+    every = jnp.arange(slots.num_slots, dtype=jnp.int32)
+    next_page = page_at(slots.page_table, every, slots.num_computed_tokens // state.pool.page_size)
     source, target = (pages.at[slot].get(mode="fill", fill_value=SCRATCH_PAGE) for pages in (source, next_page))
     return replace(state, pool=state.pool.copy(source, target))
 
@@ -123,7 +124,7 @@ def heritage(state: EngineState, heir: jax.Array) -> jax.Array:
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
     tokens = jnp.minimum(slots.num_computed_tokens, requests.num_tokens[jnp.minimum(heir, requests.num_rows - 1)] - 1)
     column, rest = jnp.divmod(tokens, page_size)
-    page = page_at(slots.page_table, column)
+    page = page_at(slots.page_table, jnp.arange(slots.num_slots, dtype=jnp.int32), column)
     own = (state.refcount[page] == 1) & ~state.prefixes.cached[page]
     return jnp.where(own, tokens, tokens - rest)
 

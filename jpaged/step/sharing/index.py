@@ -17,7 +17,7 @@ is handed out anew forgets those that named it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ class Prefixes:
     tokens: jax.Array  # [P, page_size] int32
     before: jax.Array  # [P] int32, page of the tokens before; SCRATCH_PAGE for a request's first page
     namespace: jax.Array  # [P] int32
-    depth: jax.Array  # [P] int32, pages before it
+    depth: jax.Array  # [P] int32, pages before it; also of pages in use that are not cached
     hash: jax.Array  # [P, 2] uint32, of all tokens up to its end
     last_used: jax.Array  # [P] uint32, the last step in which some table named it
     index: jax.Array  # [B, W] int32, pages by their hash; what is not findable there any more counts as empty
@@ -102,11 +102,12 @@ def prefix_hashes(tokens: jax.Array, known: jax.Array, namespace: jax.Array, pag
 # Lists of runs
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Runs:
     """A list with a run of entries for each of K owners, one run after the other, cut at N entries."""
 
-    owners: int  # K
+    owners: int = field(metadata={"static": True})  # K
     owner: jax.Array  # [N] int32, whose entry it is
     number: jax.Array  # [N] int32, which of its owner's
     used: jax.Array  # [N] bool, whether there is such an entry; the others mean nothing
@@ -122,8 +123,9 @@ def spread(count: jax.Array, most: int) -> Runs:
     """Runs of `count[k]` `[K] int32` entries, `most` in all."""
     end = jnp.cumsum(count, dtype=jnp.int32)
     place = jnp.arange(most, dtype=jnp.int32)
-    # An entry belongs to the one whose run ends after it.
-    owner = jnp.minimum(jnp.sum(place[:, None] >= end, axis=1, dtype=jnp.int32), count.shape[0] - 1)
+    # An entry belongs to the one whose run ends after it: so many runs end before.
+    ended = jnp.zeros(most, jnp.int32).at[end].add(1, mode="drop")
+    owner = jnp.minimum(jnp.cumsum(ended, dtype=jnp.int32), count.shape[0] - 1)
     return Runs(count.shape[0], owner, place - (end - count)[owner], place < end[-1])
 
 
@@ -170,12 +172,21 @@ def cached_tokens(
 ) -> jax.Array:
     """How many tokens `[K]` int32 of the requests with the hashes `[K, M, 2]` seem to be cached, to put them in an
     order: by hashes alone, as no token is read."""
-    page = jnp.arange(hash_.shape[1], dtype=jnp.int32)
-    pages, live = _live(prefixes, _bucket(prefixes, hash_))
-    same = live & jnp.all(prefixes.hash[pages] == hash_[:, :, None], axis=-1)
-    same &= prefixes.namespace[pages] == namespace[:, None, None]
-    found = jnp.any(same, axis=-1) & (page < ((known - 1) // page_size)[:, None]) & prefixes.enabled
-    return page_size * jnp.sum(jnp.cumsum(~found, axis=1) == 0, axis=1, dtype=jnp.int32)
+    row, columns = jnp.arange(hash_.shape[0], dtype=jnp.int32), hash_.shape[1]
+
+    def found(page: jax.Array) -> jax.Array:
+        own = hash_[row, jnp.minimum(page, columns - 1)]
+        pages, live = _live(prefixes, _bucket(prefixes, own))
+        same = live & jnp.all(prefixes.hash[pages] == own[:, None], axis=-1)
+        return jnp.any(same & (prefixes.namespace[pages] == namespace[:, None]), axis=1)
+
+    # With a page all before it are cached, so the last one is searched for.
+    low, high = jnp.zeros_like(known), jnp.where(prefixes.enabled, jnp.maximum(known - 1, 0) // page_size, 0)
+    for _ in range(columns.bit_length()):
+        middle = (low + high) // 2
+        passes = (low < high) & found(middle)
+        low, high = jnp.where(passes, middle + 1, low), jnp.where(passes, high, middle)
+    return page_size * low
 
 
 def places(prefixes: Prefixes, hash_: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step.pages import page_at
+from jpaged.step.pages import change, page_at
 from jpaged.step.scheduling.order import running_rank
-from jpaged.step.sharing.index import LOOKUP_PAGES, WAYS, find, places, spread
+from jpaged.step.sharing.index import LOOKUP_PAGES, WAYS, Runs, find, places, spread
 from jpaged.step.state import EngineState, Requests
 from jpaged.step.status import NO_REQUEST, Finish, Status
 
@@ -31,6 +31,7 @@ class Found:
     page: jax.Array  # int32, SCRATCH_PAGE: none
     owner: jax.Array  # int32, which of those who asked
     column: jax.Array  # int32, which page of its request
+    asked: int  # entries, the first ones, that were looked for; the others were given
 
     @property
     def hit(self) -> jax.Array:
@@ -52,24 +53,25 @@ def lookup(
 ) -> Found:
     """Looks for `count[k]` `[K]` pages of the requests `row[k]`, from their page `begin[k]` on, which comes after page
     `before[k]` of the pool; or takes them from the table of slot `given[k]`, if that is not S. Those that no longer fit
-    in a lookup are not looked for."""
-    requests, page_size = state.requests, state.pool.page_size
-    columns = requests.prefix_hash.shape[1]
-    most = min(row.shape[0] * columns, max(columns, LOOKUP_PAGES))
+    in a lookup are not looked for: a request that has more goes on looking in `attach`."""
+    columns = state.requests.prefix_hash.shape[1]
+    asked = min(row.shape[0] * columns, LOOKUP_PAGES)
+    most = max(asked, min(row.shape[0], 1) * columns)  # a fork gets all pages of its parent
     is_given = given < state.slots.num_slots
     runs = spread(jnp.where(state.prefixes.enabled | is_given, count, 0), most)
     asks, column = row[runs.owner], begin[runs.owner] + runs.number
-    page = find(
-        state.prefixes,
-        runs,
-        requests.prefix_hash[asks, column],
-        _page_tokens(requests, asks, column, page_size),
-        requests.namespace[asks],
-        before[runs.owner],
-    )
+    looked_for = jax.tree.map(lambda array: array[:asked], (runs, asks, column, before[runs.owner]))
+    page = _find(state, *looked_for)
+    page = jnp.pad(page, (0, most - asked), constant_values=SCRATCH_PAGE)
     there = state.slots.page_table[jnp.minimum(given, state.slots.num_slots - 1)[runs.owner], column]
     page = jnp.where(is_given[runs.owner], jnp.where(runs.used, there, SCRATCH_PAGE), page)
-    return Found(page, runs.owner, column)
+    return Found(page, runs.owner, column, asked)
+
+
+def _find(state: EngineState, runs: Runs, row: jax.Array, column: jax.Array, before: jax.Array) -> jax.Array:
+    requests = state.requests
+    tokens = _page_tokens(requests, row, column, state.pool.page_size)
+    return find(state.prefixes, runs, requests.prefix_hash[row, column], tokens, requests.namespace[row], before)
 
 
 def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
@@ -89,6 +91,7 @@ def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
     hits = jnp.sum(first, dtype=jnp.int32)
     return replace(
         state,
+        holders=change(state.holders, found.page, slot, slot < num_slots, holds=True),
         refcount=state.refcount.at[pinned].add(1, mode="drop"),
         slots=replace(
             slots,
@@ -121,7 +124,8 @@ def attach(state: EngineState) -> EngineState:
 
 def _page_before(state: EngineState, column: jax.Array) -> jax.Array:
     """The page `[S]` before that of `column` `[S]` in each table; SCRATCH_PAGE before the first."""
-    return jnp.where(column > 0, page_at(state.slots.page_table, column - 1), SCRATCH_PAGE)
+    slot = jnp.arange(column.shape[0], dtype=jnp.int32)
+    return jnp.where(column > 0, page_at(state.slots.page_table, slot, column - 1), SCRATCH_PAGE)
 
 
 def waits(state: EngineState) -> jax.Array:
@@ -176,7 +180,6 @@ def enter(state: EngineState, most: int) -> EngineState:
         tokens=prefixes.tokens.at[page].set(tokens, mode="drop"),
         before=prefixes.before.at[page].set(before, mode="drop"),
         namespace=prefixes.namespace.at[page].set(namespace, mode="drop"),
-        depth=prefixes.depth.at[page].set(column, mode="drop"),
         hash=prefixes.hash.at[page].set(hash_, mode="drop"),
         index=prefixes.index.at[jnp.where(entered, bucket, prefixes.index.shape[0]), way].set(own, mode="drop"),
     )
@@ -184,7 +187,8 @@ def enter(state: EngineState, most: int) -> EngineState:
     given_back, taken = (jnp.where(known, pages, state.refcount.shape[0]) for pages in (own, there))
     refcount = state.refcount.at[given_back].add(-1, mode="drop").at[taken].add(1, mode="drop")
     slots = replace(slots, page_table=table, entered=slots.entered.at[slot].add(settled.astype(jnp.int32)))
-    return replace(state, refcount=refcount, prefixes=prefixes, slots=slots)
+    holders = change(change(state.holders, own, slot, known, holds=False), there, slot, known, holds=True)
+    return replace(state, holders=holders, refcount=refcount, prefixes=prefixes, slots=slots)
 
 
 def book_pages(state: EngineState) -> EngineState:

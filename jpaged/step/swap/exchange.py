@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 from jpaged.pool import CHUNK_PAGES, SCRATCH_PAGE
 from jpaged.step.decisions import placed
-from jpaged.step.pages import take
+from jpaged.step.pages import leading, take_unused
 from jpaged.step.scheduling.admit import admit
 from jpaged.step.scheduling.evict import evict, for_pages, for_the_head, send_back
 from jpaged.step.scheduling.order import running_order
-from jpaged.step.sharing.index import LOOKUP_PAGES, forget, next_to_take, spread
+from jpaged.step.sharing.index import LOOKUP_PAGES, spread
 from jpaged.step.state import EngineState
 from jpaged.step.status import NO_REQUEST
 from jpaged.step.swap.table import Moves, Swap
@@ -59,10 +59,9 @@ def _send_away(state: EngineState, victim: jax.Array) -> tuple[EngineState, jax.
     assert state.swap is not None
     slots, swap, page_size = state.slots, state.swap, state.pool.page_size
     most, last_first = _most_chunks(state, swap), running_order(state)[::-1]
-    column = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32)
-    tokens = jnp.clip(slots.num_computed_tokens[:, None] - column * page_size, 0, page_size)
     # What others hold as well is found again.
-    alone = jnp.sum(jnp.where(state.refcount[slots.page_table] == 1, tokens, 0), axis=1, dtype=jnp.int32)
+    shared = leading(slots, lambda page: state.refcount[page] > 1)
+    alone = jnp.maximum(slots.num_computed_tokens - shared * page_size, 0)
     cheaper = swap.page_cost * slots.num_pages.astype(jnp.float32) <= alone.astype(jnp.float32)
     chunks = jnp.where(victim & cheaper, -(-slots.num_pages // CHUNK_PAGES), 0)[last_first]
     fits = jnp.cumsum(chunks, dtype=jnp.int32) <= jnp.sum(swap.free, dtype=jnp.int32)
@@ -108,9 +107,8 @@ def _bring_back(
     found = slots.num_pages
     need = jnp.maximum(-(-stored // page_size) - found, 0)
     most = min(state.pool.num_pages, max(slots.page_table.shape[1], LOOKUP_PAGES) + slots.num_slots)
-    pages = next_to_take(state.prefixes, state.refcount, state.counters.steps, slots.page_table.shape[1], most)
-    refcount, page_table, held = take(state.refcount, slots.page_table, found, need, pages)
-    taken = (refcount > 0) & (state.refcount == 0)
+    state = take_unused(state, need, most)
+    page_table, held = state.slots.page_table, state.slots.num_pages
 
     runs = spread(-(-stored // (page_size * CHUNK_PAGES)), _most_chunks(state, swap))
     slot = runs.owner
@@ -123,19 +121,15 @@ def _bring_back(
     notes = replace(
         swap.notes,
         restored=jnp.sum(came, dtype=jnp.int32),
-        placed=placed(before.slots.page_table, page_table, swap.notes.placed.most),
+        placed=placed(before.slots, state.slots, swap.notes.placed.most),
     )
     state = replace(
         state,
-        refcount=refcount,
-        prefixes=forget(state.prefixes, taken),
         slots=replace(
-            slots,
+            state.slots,
             num_computed_tokens=jnp.where(
                 came, jnp.maximum(slots.num_computed_tokens, stored), slots.num_computed_tokens
             ),
-            num_pages=held,
-            page_table=page_table,
         ),
         swap=replace(swap.without(rows), notes=notes),
     )
