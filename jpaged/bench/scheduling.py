@@ -178,7 +178,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         caption_justify="left",
     )
     times = ("step", "fastest", "demand", "fastest")
-    for head in ("slots", "queued", "pages", "longest", *times, "conditionals", "loops", "unknown", "pool copies", "KiB"):
+    columns = ("slots", "queued", "pages", "longest")
+    for head in (*columns, *times, "conditionals", "loops", "unknown", "pool copies", "KiB"):
         table.add_column(head, justify="right")
     for row in rows:
         shown = [f"{row[key]:.2f}" for key in ("step_ms", "step_least_ms", "demand_ms", "demand_least_ms")]

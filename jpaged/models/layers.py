@@ -43,7 +43,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 def rope_tables(frequencies: np.ndarray, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Factors `[2, head_dim / 2, tokens]` float32 for `rotate` at `positions` `[tokens]`: the cosines for both halves
     of the features, and the sines with the sign that each half takes."""
-    angle = jnp.asarray(frequencies)[:, None] * positions.astype(jnp.float32)
+    angle = jnp.asarray(frequencies)[:, None] * positions.astype(jnp.float32)[None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     # Two stacks, not a broadcast: XLA would fuse the cosine into each layer's use of it, once for every head.
     return jnp.stack([cos, cos]), jnp.stack([-sin, sin])
@@ -51,6 +51,7 @@ def rope_tables(frequencies: np.ndarray, positions: jax.Array) -> tuple[jax.Arra
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding of `x` `[..., head_dim, tokens]`: feature `i` turns with feature `i + head_dim / 2`."""
+    cos, sin = (jnp.expand_dims(table, range(x.ndim - 2)) for table in (cos, sin))
     halves = x.astype(jnp.float32).reshape(*x.shape[:-2], 2, x.shape[-2] // 2, x.shape[-1])
     # A flip of the halves, not two slices put together again: XLA on a CPU is 5 times slower at those.
     turned = halves * cos + jnp.flip(halves, -3) * sin

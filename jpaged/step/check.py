@@ -20,8 +20,8 @@ def violations(state: EngineState) -> list[str]:
     """What does not hold in `state`, in words; empty if all is well."""
     wrong: list[str] = []
     # All at once: an array that is fetched or indexed by itself takes as long as the checks of it.
-    parts = jax.device_get((state.refcount, state.slots, state.requests, state.prefixes, state.swap))
-    refcount, slots, requests, prefixes, swap = parts
+    parts = jax.device_get((state.holders, state.refcount, state.slots, state.requests, state.prefixes, state.swap))
+    holders, refcount, slots, requests, prefixes, swap = parts
     host = replace(state, refcount=refcount, slots=slots, requests=requests, prefixes=prefixes, swap=swap)
     occupied, request = slots.occupied, slots.request
     computed, num_pages = slots.num_computed_tokens, slots.num_pages
@@ -34,10 +34,10 @@ def violations(state: EngineState) -> list[str]:
         np.add.at(named, pages, 1)
         if not occupied[slot] and (num_pages[slot] or computed[slot]):
             wrong.append(f"empty slot {slot} holds {num_pages[slot]} pages and {computed[slot]} tokens")
-        bits = (np.asarray(state.holders)[slot // 32] >> np.uint32(slot % 32)) & np.uint32(1)
+        bits = (holders[slot // 32] >> np.uint32(slot % 32)) & np.uint32(1)
         if sorted(pages.tolist()) != np.flatnonzero(bits).tolist():
             wrong.append(f"slot {slot} names the pages {pages.tolist()}, and holds {np.flatnonzero(bits).tolist()}")
-        if (np.asarray(state.prefixes.depth)[pages] != np.arange(len(pages))).any():
+        if (prefixes.depth[pages % len(refcount)] != np.arange(len(pages))).any():
             wrong.append(f"slot {slot}: its pages {pages.tolist()} are not at the columns that they say")
         if len(set(pages.tolist())) != len(pages):
             wrong.append(f"slot {slot} names a page twice: {pages.tolist()}")

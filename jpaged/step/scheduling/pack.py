@@ -28,7 +28,7 @@ def pack(state: EngineState, tokens: jax.Array, budget: int) -> tuple[StepBatch,
     count = jnp.where(used, tokens[slot], 0)
     query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count, dtype=jnp.int32)])
     index = jnp.arange(budget, dtype=jnp.int32)
-    token_row = jnp.sum(index[:, None] >= query_start[1:], axis=1, dtype=jnp.int32)
+    token_row = jnp.sum(index[:, None] >= query_start[None, 1:], axis=1, dtype=jnp.int32)
     padding = token_row == rows
     row = jnp.minimum(token_row, rows - 1)
     position = jnp.where(padding, 0, slots.num_computed_tokens[slot[row]] + index - query_start[row])

@@ -57,7 +57,7 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     # Full pages that were not offered yet are nobody's but the keeper's.
     settled = ~state.prefixes.enabled | (slots.entered[at] == full)
     shared = jnp.where(gets, jnp.where(settled | keeps, full, jnp.minimum(slots.entered[at], full)), 0)
-    column = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32)
+    column = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32)[None]
     last = page_at(slots.page_table, at, full)
 
     # Tables of full pages and kept ones.
@@ -75,11 +75,11 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     copies = gets & ~keeps & settled & (rest > 0)
     order = jnp.cumsum(copies, dtype=jnp.int32) - 1
     most = min(size, state.pool.num_pages)
-    pages = next_to_take(state.prefixes, refcount, state.counters.steps, column.shape[0], most)
+    pages = next_to_take(state.prefixes, refcount, state.counters.steps, column.shape[1], most)
     copies &= order < jnp.minimum(jnp.sum(refcount == 0, dtype=jnp.int32), pages.shape[0])
     new = jnp.where(copies, pages[jnp.clip(order, 0, pages.shape[0] - 1)], SCRATCH_PAGE)
     taken = jnp.zeros(refcount.shape, bool).at[jnp.where(copies, new, refcount.shape[0])].set(True, mode="drop")
-    table = table.at[index, jnp.where(copies, full, column.shape[0])].set(new, mode="drop")
+    table = table.at[index, jnp.where(copies, full, column.shape[1])].set(new, mode="drop")
     holders = change(holders, new, slot, copies, holds=True)
     pool = state.pool.copy(jnp.where(copies, last, SCRATCH_PAGE), new)
 

@@ -92,7 +92,7 @@ def prefix_hashes(tokens: jax.Array, known: jax.Array, namespace: jax.Array, pag
     first `num_tokens` `[N]` tokens, where these end within the page or before it."""
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     words = token_hash(tokens, jnp.broadcast_to(position, tokens.shape))
-    words = jnp.where((position < known[:, None])[..., None], words, jnp.uint32(0))
+    words = jnp.where((position[None] < known[:, None])[..., None], words, jnp.uint32(0))
     pages = -(-tokens.shape[1] // page_size)
     words = jnp.pad(words, ((0, 0), (0, pages * page_size - tokens.shape[1]), (0, 0)))
     words = jnp.sum(words.reshape(tokens.shape[0], pages, page_size, 2), axis=2, dtype=jnp.uint32)

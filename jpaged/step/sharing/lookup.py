@@ -44,7 +44,7 @@ def shareable(known: jax.Array, page_size: int) -> jax.Array:
 
 
 def _page_tokens(requests: Requests, row: jax.Array, column: jax.Array, page_size: int) -> jax.Array:
-    place = column[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+    place = column[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None]
     return requests.tokens[row[:, None], place]
 
 
@@ -140,9 +140,9 @@ def waits(state: EngineState) -> jax.Array:
     hash_ = requests.prefix_hash[row, page]
     computes = slots.occupied & (page < known // page_size)
     could_find = slots.occupied & (page < shareable(known, page_size)) & (slots.num_computed_tokens % page_size == 0)
-    same = (page[:, None] == page) & jnp.all(hash_[:, None] == hash_, axis=-1)
-    before = rank < rank[:, None]
-    return state.prefixes.enabled & could_find & jnp.any(same & before & computes, axis=1)
+    same = (page[:, None] == page[None]) & jnp.all(hash_[:, None] == hash_[None], axis=-1)
+    before = rank[None] < rank[:, None]
+    return state.prefixes.enabled & could_find & jnp.any(same & before & computes[None], axis=1)
 
 
 def enter(state: EngineState, most: int) -> EngineState:

@@ -145,5 +145,5 @@ def _most_chunks(state: EngineState, swap: Swap) -> int:
 def _columns(page_table: jax.Array, slot: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The columns `[L, CHUNK_PAGES]` of chunk `number` `[L]` of a table, and the pages there in those of `slot` `[L]`;
     past the table's end, what is in its last column."""
-    columns = number[:, None] * CHUNK_PAGES + jnp.arange(CHUNK_PAGES, dtype=jnp.int32)
+    columns = number[:, None] * CHUNK_PAGES + jnp.arange(CHUNK_PAGES, dtype=jnp.int32)[None]
     return columns, page_table[slot[:, None], jnp.minimum(columns, page_table.shape[1] - 1)]
