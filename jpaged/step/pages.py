@@ -13,16 +13,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jpaged.pool import SCRATCH_PAGE
 from jpaged.step.sharing.index import forget, next_to_take, spread
 from jpaged.step.state import EngineState, Slots
 
 _WORD = 32
-
-
-def no_holders(num_slots: int, num_pages: int) -> jax.Array:
-    """`[ceil(S / 32), P]` uint32 of pages that no slot holds."""
-    return jnp.zeros((-(-num_slots // _WORD), 1 + num_pages), jnp.uint32)
 
 
 def bits_of(which: jax.Array) -> jax.Array:
@@ -42,10 +36,19 @@ def change(holders: jax.Array, page: jax.Array, slot: jax.Array, used: jax.Array
     return holders.at[word, page].add(bit if holds else jnp.uint32(0) - bit, mode="drop")
 
 
-def counted(holders: jax.Array) -> jax.Array:
-    """The reference counts `[P]` int32; that of the scratch page is 1."""
-    count = jnp.sum(jax.lax.population_count(holders), axis=0, dtype=jnp.int32)
-    return count + (jnp.arange(count.shape[0], dtype=jnp.int32) == SCRATCH_PAGE).astype(jnp.int32)
+def from_column(begin: jax.Array, column: jax.Array, columns: int) -> jax.Array:
+    """The bits `[W, P]` of the slots for which each page is at `begin` `[S]` of their tables or after it; `columns` for
+    none. A page is at one column, `column` `[P]`, of all tables that name it."""
+    slot = jnp.arange(begin.shape[0], dtype=jnp.int32)
+    starts = jnp.zeros((-(-begin.shape[0] // _WORD), columns + 1), jnp.uint32)
+    starts = change(starts, begin, slot, begin < columns, holds=True)
+    return jnp.cumsum(starts, axis=1, dtype=jnp.uint32)[:, column]
+
+
+def give_back(holders: jax.Array, refcount: jax.Array, dropped: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Holders and reference counts after slots dropped pages, `dropped` `[W, P]` or `[W, 1]` by their bits."""
+    gone = jax.lax.population_count(holders & dropped)
+    return holders & ~dropped, refcount - jnp.sum(gone, axis=0, dtype=jnp.int32)
 
 
 def leading(slots: Slots, good: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -65,15 +68,6 @@ def leading(slots: Slots, good: Callable[[jax.Array], jax.Array]) -> jax.Array:
 def page_at(page_table: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
     """The page `[N]` at `column` `[N]` of table `row` `[N]`; past the end the last one, which nothing may use."""
     return page_table[row, jnp.clip(column, 0, page_table.shape[1] - 1)]
-
-
-def release(refcount: jax.Array, page_table: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
-    """Reference counts `[P]` after the slots dropped the pages of the columns from `begin` `[S]` up to before `end`
-    `[S]` of their tables."""
-    column = jnp.arange(page_table.shape[1], dtype=jnp.int32)
-    dropped = (column >= begin[:, None]) & (column < end[:, None])
-    # An index past the end is dropped.
-    return refcount.at[jnp.where(dropped, page_table, refcount.shape[0])].add(-1, mode="drop")
 
 
 def take(

@@ -127,6 +127,28 @@ def test_the_scheduler_alone_is_the_same_program_at_any_size(record_property):
     check_scheduling(*found)
 
 
+def test_longer_requests_cost_no_pass_over_all_tables(record_property):
+    """Requests of 131,072 tokens instead of 4,096, in as many slots and pages: no copy of the page tables, and neither
+    a temporary nor a list of entries that grows with them. Catches: tables that are cleared, compared, scattered or
+    gathered whole in every step, which takes longer than all other scheduling."""
+    found = {}
+    for max_model_len in (4096, 131_072):
+        sizes = Sizes(64, 64, 30_000, max_model_len)
+        state = jax.eval_shape(sizes.state)
+        for name, program in (
+            ("step", jax.jit(sizes.step, donate_argnums=0).lower(state).compile()),
+            ("demand", jax.jit(lambda state: demand(state)).lower(state).compile()),
+        ):
+            counts = report(program, state.pool.k.shape)
+            record_property(f"cpu scheduling {sizes} {name}", json.dumps(counts))
+            found[name, max_model_len] = counts
+    tables = 4 * 64 * (131_072 // 16)
+    for name in ("step", "demand"):
+        small, large = found[name, 4096], found[name, 131_072]
+        assert large["largest_copy_bytes"] == small["largest_copy_bytes"] < tables / 4, name
+        assert large["temporary_bytes"] - small["temporary_bytes"] < tables, name
+
+
 def test_submit_and_abort_are_in_place_and_without_loops():
     """Catches: a pool that is copied because the host only added a request."""
     config = EngineConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import at_least
 
-from jpaged.step.sampling.params import Sampling
+from jpaged.request import SamplingParams
+from jpaged.step.sampling.draw import gumbel
+from jpaged.step.sampling.params import NO_TOKEN, Asked, Sampling
 from jpaged.step.sampling.sample import sample
 from jpaged.step.sampling.truncate import by_rank
 
@@ -319,3 +322,57 @@ def test_log_probabilities_are_those_of_the_model():
         expected = wide - np.log(np.sum(np.exp(wide - wide.max(1, keepdims=True)), 1, keepdims=True))
         expected -= wide.max(1, keepdims=True)
         np.testing.assert_allclose(logprob, expected[np.arange(8), token], atol=1e-4 if shift == 0 else 2e-3)
+
+
+# Options, and settings of JAX
+
+
+def test_options_follow_from_what_was_asked_for():
+    """Catches: an option that does not reach the arrays, a row that keeps what stood there, a length past the limit."""
+    params = SamplingParams(
+        temperature=0.5, top_k=-1, top_p=0.25, min_p=0.125, max_tokens=None, min_tokens=7, stop_token_ids=[3, 4]
+    )
+    sampling = Sampling.empty(2)
+    sampling.fill(1, Asked(params, num_prompt_tokens=5, max_model_len=10, stop_ids=[9, 3, 4], seed=2**32 - 1))
+    plain, row = (jax.tree.map(lambda array, i=i: array[i], sampling) for i in (0, 1))
+    jax.tree.map(np.testing.assert_array_equal, plain, jax.tree.map(lambda array: array[0], Sampling.empty(1)))
+    assert (row.temperature, row.top_k, row.top_p, row.min_p, row.seed) == (0.5, 0, 0.25, 0.125, 2**32 - 1)
+    assert (row.max_len, row.min_len) == (10, 10) and row.stop_ids.tolist() == [9, 3, 4] + [NO_TOKEN] * 13
+    limited = Asked(SamplingParams(max_tokens=2), num_prompt_tokens=5, max_model_len=10, stop_ids=[], seed=0)
+    sampling = Sampling.empty(1)
+    sampling.fill(0, limited)
+    assert (sampling.max_len[0], sampling.min_len[0]) == (7, 5)
+
+
+def settings_of_jax():
+    """Settings that change what `jax.random` or `jax.numpy` do, or what JAX checks."""
+    return {
+        "default": contextlib.nullcontext(),
+        "rbg": jax.default_prng_impl("rbg"),
+        "threefry of old": jax.threefry_partitionable(False),
+        "x64": jax.enable_x64(True),
+        "ranks": jax.numpy_rank_promotion("raise"),
+        "leaks": jax.checking_leaks(),
+        "nans": jax.debug_nans(True),
+    }
+
+
+def test_no_setting_of_jax_changes_a_token():
+    """U-12: a key of the process's default kind gives one request other tokens alone and as the third of a batch.
+    U-13: the sampler works under JAX's checks."""
+    logits = np.random.default_rng(6).normal(0, 2, (3, VOCAB)).astype(np.float32)
+    fields = {"temperature": [0, 0.5, 1], "top_k": [0, 9, 0], "top_p": [1, 1, 0.9], "seed": [1, 2, 3]}
+    seen, noise = {}, {}
+    for name, setting in settings_of_jax().items():
+        with setting:
+            batch = rows(3, **fields)
+            tokens = jit_sample(jnp.asarray(logits), batch)[0]
+            assert jit_sample(jnp.asarray(logits[2:]), one(batch, 2))[0].tolist() == tokens[2:].tolist(), name
+            seen[name] = tokens.tolist()
+            noise[name] = np.asarray(jax.jit(gumbel, static_argnums=2)(jnp.uint32(7), jnp.int32(11), VOCAB))
+    assert all(tokens == seen["default"] for tokens in seen.values()), seen
+    for name, values in noise.items():
+        np.testing.assert_array_equal(values, noise["default"], name)
+    # Those that requests have had since JAX 0.5, where nothing was set.
+    key = jax.random.fold_in(jax.random.key(7, impl="threefry2x32"), 11)
+    np.testing.assert_allclose(noise["default"], jax.random.gumbel(key, (VOCAB,), jnp.float32), rtol=1e-6)

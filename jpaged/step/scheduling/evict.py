@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jpaged.step.pages import bits_of, change, leading
+from jpaged.step.pages import bits_of, from_column, give_back, leading
 from jpaged.step.scheduling.grant import grant, pages_needed, wanted
 from jpaged.step.scheduling.order import head_of_queue, running_order, standing
 from jpaged.step.sharing.fork import adopt, heirs, heritage, parent_slots, ready
@@ -30,16 +30,13 @@ def hand_on(state: EngineState, which: jax.Array, heir: jax.Array | None = None)
     num_pages = jnp.where(which, -(-computed // page_size), slots.num_pages)
     dropped = bits_of(which & ~inherits)[:, None]
     if heir is not None:
-        # What an heir does not take over begins at one column of its table, and a page is at one column of all tables.
-        begin = jnp.where(inherits, num_pages, slots.page_table.shape[1])
-        slot = jnp.arange(slots.num_slots, dtype=jnp.int32)
-        ends = jnp.zeros((state.holders.shape[0], slots.page_table.shape[1] + 1), jnp.uint32)
-        ends = change(ends, begin, slot, inherits, holds=True)
-        dropped |= jnp.cumsum(ends, axis=1, dtype=jnp.uint32)[:, state.prefixes.depth]
+        columns = slots.page_table.shape[1]
+        dropped |= from_column(jnp.where(inherits, num_pages, columns), state.prefixes.depth, columns)
+    holders, refcount = give_back(state.holders, state.refcount, dropped)
     return replace(
         state,
-        holders=state.holders & ~dropped,
-        refcount=state.refcount - jnp.sum(jax.lax.population_count(state.holders & dropped), axis=0, dtype=jnp.int32),
+        holders=holders,
+        refcount=refcount,
         slots=replace(
             slots,
             occupied=jnp.where(which, inherits, slots.occupied),

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.pool import SCRATCH_PAGE
-from jpaged.step.pages import bits_of, change, page_at
+from jpaged.step.pages import bits_of, change, give_back, page_at
 from jpaged.step.sharing.fork import slots_of
 from jpaged.step.sharing.index import forget, next_to_take, token_hash
 from jpaged.step.state import EngineState
@@ -64,9 +64,7 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     kept_pages = shared + (keeps & (rest > 0)).astype(jnp.int32)
     table = jnp.where(column < kept_pages[:, None], slots.page_table[at], SCRATCH_PAGE)
     changes = jnp.zeros(none, bool).at[slot].set(True, mode="drop")
-    dropped = bits_of(changes)[:, None]
-    holders = state.holders & ~dropped
-    refcount = state.refcount - jnp.sum(jax.lax.population_count(state.holders & dropped), axis=0, dtype=jnp.int32)
+    holders, refcount = give_back(state.holders, state.refcount, bits_of(changes)[:, None])
     named = (column < kept_pages[:, None]) & (slot < none)[:, None]
     refcount = refcount.at[jnp.where(named, table, refcount.shape[0])].add(1, mode="drop")
     holders = change(holders, table, jnp.broadcast_to(slot[:, None], table.shape), named, holds=True)
