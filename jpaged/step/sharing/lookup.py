@@ -49,22 +49,27 @@ def _page_tokens(requests: Requests, row: jax.Array, column: jax.Array, page_siz
 
 
 def lookup(
-    state: EngineState, row: jax.Array, begin: jax.Array, count: jax.Array, before: jax.Array, given: jax.Array
+    state: EngineState,
+    row: jax.Array,
+    begin: jax.Array,
+    count: jax.Array,
+    before: jax.Array,
+    given: jax.Array | None = None,
 ) -> Found:
     """Looks for `count[k]` `[K]` pages of the requests `row[k]`, from their page `begin[k]` on, which comes after page
     `before[k]` of the pool; or takes them from the table of slot `given[k]`, if that is not S. Those that no longer fit
     in a lookup are not looked for: a request that has more goes on looking in `attach`."""
-    columns = state.requests.prefix_hash.shape[1]
+    columns, slots = state.requests.prefix_hash.shape[1], state.slots
     asked = min(row.shape[0] * columns, LOOKUP_PAGES)
-    most = max(asked, min(row.shape[0], 1) * columns)  # a fork gets all pages of its parent
-    is_given = given < state.slots.num_slots
-    runs = spread(jnp.where(state.prefixes.enabled | is_given, count, 0), most)
+    most = asked if given is None else max(asked, columns)  # a fork gets all pages of its parent
+    takes = jnp.zeros(row.shape, bool) if given is None else given < slots.num_slots
+    runs = spread(jnp.where(state.prefixes.enabled | takes, count, 0), most)
     asks, column = row[runs.owner], begin[runs.owner] + runs.number
-    looked_for = jax.tree.map(lambda array: array[:asked], (runs, asks, column, before[runs.owner]))
-    page = _find(state, *looked_for)
-    page = jnp.pad(page, (0, most - asked), constant_values=SCRATCH_PAGE)
-    there = state.slots.page_table[jnp.minimum(given, state.slots.num_slots - 1)[runs.owner], column]
-    page = jnp.where(is_given[runs.owner], jnp.where(runs.used, there, SCRATCH_PAGE), page)
+    page = _find(state, *jax.tree.map(lambda array: array[:asked], (runs, asks, column, before[runs.owner])))
+    if given is not None:
+        page = jnp.pad(page, (0, most - asked), constant_values=SCRATCH_PAGE)
+        there = slots.page_table[jnp.minimum(given, slots.num_slots - 1)[runs.owner], column]
+        page = jnp.where(takes[runs.owner], jnp.where(runs.used, there, SCRATCH_PAGE), page)
     return Found(page, runs.owner, column, asked)
 
 
@@ -117,8 +122,7 @@ def attach(state: EngineState) -> EngineState:
     runs = slots.occupied & (state.requests.status[slots.request] == Status.RUNNING)
     at_end = runs & (slots.num_computed_tokens % page_size == 0)
     more = jnp.maximum(shareable(state.requests.num_tokens[slots.request], page_size) - page, 0)
-    nobody = jnp.full_like(page, slots.num_slots)
-    found = lookup(state, slots.request, page, jnp.where(at_end, more, 0), _page_before(state, page), nobody)
+    found = lookup(state, slots.request, page, jnp.where(at_end, more, 0), _page_before(state, page))
     return pin(state, found, jnp.arange(slots.num_slots, dtype=jnp.int32))
 
 
