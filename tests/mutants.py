@@ -51,7 +51,7 @@ def _of(file: str, *faults: tuple[str, str, str, str]) -> list[Mutant]:
 
 MUTANTS = [
     *_of(
-        "jpaged/step/step.py",
+        "jpaged/step/stop.py",
         (
             "stop-is-called-length",
             "jnp.where(stops, Finish.STOP,",
@@ -60,16 +60,19 @@ MUTANTS = [
         ),
         (
             "one-token-too-many",
-            "(known >= requests.max_len[row])",
-            "(known > requests.max_len[row])",
+            "(num_tokens >= sampling.max_len)",
+            "(num_tokens > sampling.max_len)",
             "unit/test_step.py::test_exactly_the_tokens_asked_for",
         ),
         (
             "no-min-tokens",
-            "early = batch.kv_len < requests.min_len[row]",
-            "early = batch.kv_len < 0",
+            "(num_tokens < sampling.min_len)",
+            "(num_tokens < 0)",
             "unit/test_step.py::test_no_stop_token_before_min_tokens",
         ),
+    ),
+    *_of(
+        "jpaged/step/step.py",
         (
             "token-in-a-prompt",
             "due = slots.occupied & (tokens > 0) & (computed == requests.num_tokens[row])",
@@ -78,8 +81,8 @@ MUTANTS = [
         ),
         (
             "nan-is-no-error",
-            "(tokens > 0) & ~healthy, Finish.ERROR",
-            "(tokens < 0) & ~healthy, Finish.ERROR",
+            "failed = slots.occupied & (tokens > 0) & ~healthy",
+            "failed = slots.occupied & (tokens < 0) & ~healthy",
             "unit/test_step.py::test_a_broken_request_fails_alone_and_leaves_its_pages",
         ),
         (
@@ -142,8 +145,8 @@ MUTANTS = [
         ),
         (
             "shared-page-counted-free",
-            ".min(jnp.where(named, place[:, None], slots.num_slots))",
-            ".max(jnp.where(named, place[:, None], 0))",
+            "bits_of(place[None] < place[:, None])",
+            "bits_of(place[None] < 0 * place[:, None])",
             "unit/test_schedule.py::test_a_page_comes_back_with_the_last_who_holds_it",
         ),
     ),
@@ -159,16 +162,16 @@ MUTANTS = [
     *_of(
         "jpaged/step/pages.py",
         (
-            "released-twice",
-            '.add(-1, mode="drop")',
-            '.add(-2, mode="drop")',
-            "unit/test_pages.py::test_release_drops_one_reference_of_each_page_in_those_columns",
+            "reference-kept",
+            "return holders & ~dropped, refcount - jnp.sum(gone",
+            "return holders & ~dropped, refcount - 0 * jnp.sum(gone",
+            "unit/test_pages.py::test_pages_are_given_back_from_a_column_on",
         ),
         (
-            "released-one-column-more",
-            "(column < end[:, None])",
-            "(column <= end[:, None])",
-            "unit/test_pages.py::test_release_drops_one_reference_of_each_page_in_those_columns",
+            "given-back-a-column-late",
+            "dtype=jnp.uint32)[:, column]",
+            "dtype=jnp.uint32)[:, column - 1]",
+            "unit/test_pages.py::test_pages_are_given_back_from_a_column_on",
         ),
         (
             "table-overwritten",
@@ -208,14 +211,17 @@ MUTANTS = [
         "jpaged/step/sampling/sample.py",
         (
             "banned-is-drawn",
-            "_draw(allowed.T, inputs)",
-            "_draw(columns.T, inputs)",
+            "draw(allowed.T, sampling, num_tokens)",
+            "draw(columns.T, sampling, num_tokens)",
             "unit/test_sample.py::test_banned_ids_are_never_chosen_and_odd_ones_ban_nothing",
         ),
+    ),
+    *_of(
+        "jpaged/step/sampling/draw.py",
         (
             "position-not-in-the-key",
-            "jax.random.key(seed), position)",
-            "jax.random.key(seed), 0)",
+            "jnp.stack([zero, position.astype(jnp.uint32)])",
+            "jnp.stack([zero, zero])",
             "unit/test_sample.py::test_seed_and_position_make_the_key",
         ),
         (
@@ -224,10 +230,13 @@ MUTANTS = [
             "* temperature[:, None]",
             "unit/test_sample.py::test_draws_follow_the_distribution",
         ),
+    ),
+    *_of(
+        "jpaged/step/sampling/logprobs.py",
         (
             "logprob-not-normalised",
-            "logprob = chosen - top - jnp.log",
-            "logprob = chosen - jnp.log",
+            "return chosen - top - jnp.log",
+            "return chosen - jnp.log",
             "unit/test_sample.py::test_log_probabilities_are_those_of_the_model",
         ),
     ),
