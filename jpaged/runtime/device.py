@@ -120,7 +120,8 @@ class DeviceSide:
         """Compiles every program, one a call, but for those that offer candidates. The state is not touched."""
         submission = Submission.empty(SUBMIT_BATCH, self._max_model_len)
         helpers: list[tuple[Any, Any]] = [
-            (programs.put, submission), (programs.drop, self._named([])), (programs.branch, branch(NO_REQUEST, NO_REQUEST, 0)),
+            (programs.put, submission), (programs.drop, self._named([])),
+            (programs.branch, branch(NO_REQUEST, NO_REQUEST, 0)),
         ]  # fmt: skip
         if self._host_pool is not None:
             helpers.append((programs.make_room, np.int32(1)))
