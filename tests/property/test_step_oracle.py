@@ -155,7 +155,10 @@ class Pair:
         sampled = np.asarray(expected.sampled)
         assert traced.token[sampled].tolist() == np.asarray(expected.token)[sampled].tolist()
         assert np.isfinite(traced.logprob[sampled]).all()
-        left = {int(slot): (int(traced.left[slot]), bool(traced.to_host[slot])) for slot in np.flatnonzero(traced.left)}
+        left = {
+            int(slot): (int(traced.left[slot]), bool(traced.to_host[slot]))
+            for slot in np.flatnonzero(traced.left != NO_REQUEST)
+        }
         assert left == expected.left
         for name in (
             "running", "waiting", "admitted", "preempted", "discarded", "restored", "recovered", "prefix_queries",
