@@ -63,7 +63,7 @@ def seeds_of(saved: saving.Saved) -> dict[int, int]:
             f"{saved.path} is damaged: its state holds the requests {sorted(uids)}, and {saving.ENGINE_FILE} says "
             f"{sorted(on_device)}"
         )
-    return dict(zip(uids, arrays["requests.seed"][live].tolist(), strict=True))
+    return dict(zip(uids, arrays["requests.sampling.seed"][live].tolist(), strict=True))
 
 
 def fill(rows: Sequence[Row], progress: Sequence[Progress], held: saving.HeldRequest, seeds: Mapping[int, int]) -> None:
