@@ -59,6 +59,8 @@ def pack_state(state: EngineState) -> dict[str, np.ndarray]:
         if name in _DERIVED or _in_pool(name) or _on_host(name):
             continue
         arrays[name] = np.array(leaf)[pages] if _has_pages(name) else np.array(leaf)
+    # Past the end of a table stands what is of no meaning.
+    arrays["slots.page_table"] = np.array(state.slots.named_pages)
     return arrays | _read_pool(state.pool, pages)
 
 

@@ -98,16 +98,15 @@ def with_host_pool(sizes: Sizes) -> Callable[[], EngineState]:
 
 def check_scheduling(small: dict, large: dict) -> None:
     """That the compiled step without a model, `demand` and `exchange` have two conditionals (the sampler's) in all,
-    loops of known length alone and no copy of the pool, and are the same but for their sizes. `large` has 256 slots of
-    256 pages, in tables that are the largest thing that may be copied; and 4,352 requests of 32 chunks."""
+    loops of known length alone and no copy of the pool, and are the same but for their sizes. `large` has 256 slots and
+    30,000 pages: the bits of who holds which are the largest thing that may be copied."""
     for program, conditionals in (("step", 2), ("demand", 0), ("exchange", 0)):
         for counts in (small[program], large[program]):
             assert counts["conditionals"] == conditionals, program
             assert counts["unknown_loops"] == [], program
             assert counts["pool_copies"] == 0, program
         assert small[program]["known_loops"] == large[program]["known_loops"], program
-        tables = 4 * (4352 * 32 if program == "exchange" else 256 * 256)
-        assert large[program]["largest_copy_bytes"] <= tables, program
+        assert large[program]["largest_copy_bytes"] <= 4 * 8 * 30_001, program
 
 
 def test_the_scheduler_alone_is_the_same_program_at_any_size(record_property):
@@ -155,7 +154,7 @@ def test_longer_requests_cost_no_pass_over_all_tables(record_property):
         assert sorted(others) == (of_the_batch if name == "step" else []), name
     counts = report(jax.jit(sizes.step, donate_argnums=0).lower(state).compile(), state.pool.k.shape)
     record_property(f"cpu scheduling {sizes}", json.dumps(counts))
-    assert counts["largest_copy_bytes"] < table  # a quarter of it
+    assert counts["largest_copy_bytes"] <= 4 * table
 
 
 def test_submit_and_abort_are_in_place_and_without_loops():
