@@ -13,7 +13,7 @@ from support.stubs import ScriptDecoder, Traces
 
 from jpaged.baseline.static import StaticEngine
 from jpaged.request import FinishReason, Request, SamplingParams
-from jpaged.runtime import engine as engine_module
+from jpaged.runtime import core
 from jpaged.runtime.engine import Engine
 from jpaged.step import violations
 
@@ -302,7 +302,7 @@ def test_an_interrupt_leaves_an_engine_that_works(monkeypatch):
     got = {one.request_id: [] for one in requests}
     for event in engine.burst():
         got[event.request_id].append(event.token_id)
-    figures = engine_module.figures_of_steps
+    figures = core.figures_of_steps
     interrupts = iter([KeyboardInterrupt])
 
     def interrupted(*arguments):
@@ -310,7 +310,7 @@ def test_an_interrupt_leaves_an_engine_that_works(monkeypatch):
             raise interrupt
         return figures(*arguments)
 
-    monkeypatch.setattr(engine_module, "figures_of_steps", interrupted)
+    monkeypatch.setattr(core, "figures_of_steps", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         engine.burst()
     assert "state is whole; requests that were lost: none" in caught.value.__notes__[0]

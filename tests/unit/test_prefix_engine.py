@@ -144,7 +144,7 @@ def test_salts_part_what_seeds_and_temperatures_do_not():
 
 def test_a_salt_that_was_forgotten_is_a_new_one(monkeypatch):
     """The host remembers so many. Catches: a number given to two salts."""
-    monkeypatch.setattr("jpaged.runtime.engine._NAMESPACES", 1)
+    monkeypatch.setattr("jpaged.runtime.core._NAMESPACES", 1)
     engine, tokens = make(num_pages=13), prompt(6, 40)
     serve(engine, tokens, salt="first")
     for number in range(13):

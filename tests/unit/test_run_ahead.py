@@ -13,7 +13,7 @@ from support.stories import MODEL, READER, TIGHT
 from jpaged.record.replay import replay
 from jpaged.record.saving import Saved
 from jpaged.request import FinishReason, Request, SamplingParams
-from jpaged.runtime import engine as engine_module
+from jpaged.runtime import core
 from jpaged.runtime.engine import Engine
 from jpaged.step import violations
 
@@ -66,9 +66,9 @@ class Log:
     def __init__(self, engine: Engine, monkeypatch):
         self.lines: list[str] = []
         self._number = {"start": 0, "read": 0}
-        launch, read = engine.device.launch, engine_module.read
+        launch, read = engine.device.launch, core.read
         monkeypatch.setattr(engine.device, "launch", lambda *a: self._say("start") or launch(*a))
-        monkeypatch.setattr(engine_module, "read", lambda *a: self._say("read") or read(*a))
+        monkeypatch.setattr(core, "read", lambda *a: self._say("read") or read(*a))
 
     def _say(self, what: str) -> None:
         self._number[what] += 1
@@ -108,14 +108,14 @@ def test_a_clock_that_only_bursts_and_the_host_move_shows_no_wait(monkeypatch):
         ready.append(clock["device"])
         return launch(*arguments)
 
-    read = engine_module.read
+    read = core.read
 
     def waited(*arguments):
         clock["host"] = max(clock["host"], ready.pop(0)) + 5
         return read(*arguments)
 
     monkeypatch.setattr(engine.device, "launch", started)
-    monkeypatch.setattr(engine_module, "read", waited)
+    monkeypatch.setattr(core, "read", waited)
     assert run(engine) == {"a": alone((1, 2, 3), 20)}
     assert clock == {"host": 20 * 10 + 5, "device": 20 * 10}
 

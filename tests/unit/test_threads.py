@@ -91,6 +91,8 @@ def test_stats_submit_abort_and_warmup_beside_threads_that_run_bursts(engine):
     for name, pieces in got.items():
         thread, n = map(int, name.split("."))
         assert [token for piece in pieces for token in piece.token_ids] == alone((thread, n), 20)
+    for event in engine.burst():  # what "gone" requests got before they were aborted; they have no sink
+        assert event.request_id.startswith("gone")
     assert answers and engine.stats().in_use_pages == 0 and not engine.has_work
 
 
