@@ -169,17 +169,17 @@ def _timed(function: Callable[[EngineState], Any], state: EngineState) -> tuple[
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows, and what they are of."""
+    """The rows, all of one `max_model_len`, and what they are of."""
     table = Table(
-        title=f"Scheduling alone, ms: {jax.devices()[0].device_kind}, {usable_cores()} cores, JAX {jax.__version__}",
+        title=f"Scheduling alone, ms: {jax.devices()[0].device_kind}, {usable_cores()} cores, JAX {jax.__version__}, "
+        f"requests of up to {rows[0]['max_model_len']:,} tokens",
         title_justify="left",
         caption="Every slot decodes and the queue is full. Of a step and of `demand` after it: median and fastest, and "
         "what is compiled. A loop is unknown if its length is found while it runs; KiB are the step's temporaries.",
         caption_justify="left",
     )
     times = ("step", "fastest", "demand", "fastest")
-    columns = ("slots", "queued", "pages", "longest")
-    for head in (*columns, *times, "conditionals", "loops", "unknown", "pool copies", "KiB"):
+    for head in ("slots", "queued", "pages", *times, "conditionals", "loops", "unknown", "pool copies", "KiB"):
         table.add_column(head, justify="right")
     for row in rows:
         shown = [f"{row[key]:.2f}" for key in ("step_ms", "step_least_ms", "demand_ms", "demand_least_ms")]
@@ -191,7 +191,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             [p["pool_copies"] for p in programs],
         )
         temporary = f"{-(-row['step']['temporary_bytes'] // 1024):,}"
-        sizes = [f"{row[key]:,}" for key in ("slots", "queued", "pages", "max_model_len")]
+        sizes = [f"{row[key]:,}" for key in ("slots", "queued", "pages")]
         table.add_row(*sizes, *shown, *(" ".join(f"{n:,}" for n in pair) for pair in counts), temporary)
     return table
 
@@ -224,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append(measure(sizes, steps=options.steps))
         print(f"{number} of {len(cases)}: {sizes}, {rows[-1]['step_ms']:.2f} ms", file=sys.stderr, flush=True)
     console = Console()
-    console.print(table(rows))
+    for longest in options.max_model_len:
+        console.print(table([row for row in rows if row["max_model_len"] == longest]))
     for row in rows[1:]:
         if [row[key] for key in ("slots", "queued", "pages")] == [rows[0][key] for key in ("slots", "queued", "pages")]:
             ratio = row["step_least_ms"] / rows[0]["step_least_ms"]

@@ -70,7 +70,7 @@ def test_a_step_that_is_not_full_of_work_is_refused(monkeypatch):
         ),
         (["--pages", "7", "--max-model-len", "128"], "a request of max_model_len 128 needs 8 pages"),
         (["--max-model-len", "20"], "and a max_model_len of 27, got 60 and 20"),
-        (["--slots", "0"], "max_num_seqs must be an integer of at least 1, got 0"),
+        (["--slots", "0"], "max_num_seqs must be an integer of at least 1 or None, got 0"),
         (["--steps", "0"], "steps must be at least 1, got 0"),
     ],
 )
