@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -175,11 +176,14 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         f"requests of up to {rows[0]['max_model_len']:,} tokens",
         title_justify="left",
         caption="Every slot decodes and the queue is full. Of a step and of `demand` after it: median and fastest, and "
-        "what is compiled. A loop is unknown if its length is found while it runs; KiB are the step's temporaries.",
+        "what is compiled: conditionals, loops, those of them whose length is found while they run (open), copies of "
+        "the pool, and KiB of the step's temporaries.",
         caption_justify="left",
+        box=SIMPLE,
+        padding=0,
     )
     times = ("step", "fastest", "demand", "fastest")
-    for head in ("slots", "queued", "pages", *times, "conditionals", "loops", "unknown", "pool copies", "KiB"):
+    for head in ("slots", "queued", "pages", *times, "cond.", "loops", "open", "copies", "KiB"):
         table.add_column(head, justify="right")
     for row in rows:
         shown = [f"{row[key]:.2f}" for key in ("step_ms", "step_least_ms", "demand_ms", "demand_least_ms")]
@@ -192,7 +196,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         )
         temporary = f"{-(-row['step']['temporary_bytes'] // 1024):,}"
         sizes = [f"{row[key]:,}" for key in ("slots", "queued", "pages")]
-        table.add_row(*sizes, *shown, *(" ".join(f"{n:,}" for n in pair) for pair in counts), temporary)
+        table.add_row(*sizes, *shown, *("/".join(f"{n:,}" for n in pair) for pair in counts), temporary)
     return table
 
 
