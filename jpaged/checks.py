@@ -1,4 +1,4 @@
-"""Numbers that callers give, whoever made them: Python, NumPy or JAX. What is stored is a Python number."""
+"""Numbers that callers give, made by Python, NumPy or JAX. What is stored is a Python number."""
 
 from __future__ import annotations
 

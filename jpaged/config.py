@@ -51,9 +51,9 @@ class EngineConfig:
             4 GiB. It is pinned where the platform does that.
         swap_page_cost: with "auto", what moving a page to the host and back costs, in tokens that are computed in the
             same time; None: by what is known of the machine and the model, see `jpaged.runtime.costs`.
-        admission: who of the queue comes in first, a policy of `jpaged.policy` or one's own.
-        victim: who of those who run makes room last, and is served first; a policy as well.
-        trace: keep what every step decides, and all that the engine is told, in `LLM.trace`: for pictures, and to
+        admission: which request of the queue is admitted first, a policy of `jpaged.policy` or your own.
+        victim: which running request is preempted last, and is served first; a policy as well.
+        trace: keep what every step decides, and all inputs of the engine, in `LLM.trace`: for pictures, and to
             replay it. It changes no token, and grows with every step.
         compilation_cache: keep compiled programs for the next process, in the user's cache directory, where JAX's own
             settings do not name another place or switch this off; see `jpaged.runtime.compilation_cache`.

@@ -109,7 +109,7 @@ class LLM:
                 them. The last two may have a `"cache_salt"`: only prompts of the same salt share pages.
             sampling_params: one for all, or one for each prompt; None: `SamplingParams()`.
             use_tqdm: show a progress bar that counts prompts.
-            priority: one for all, or one for each prompt; who has the smaller comes in first, and makes room last.
+            priority: one for all, or one for each prompt; the smaller is admitted first, and preempted last.
 
         Returns:
             One output a prompt, in the order of the prompts.
@@ -299,7 +299,7 @@ class LLM:
         """Finishes the requests that `restore` found, as `generate` does its own.
 
         Returns:
-            The outputs of all that had not ended, or whose output nobody had taken, in the order of submission; each
+            The outputs of all that had not ended, or whose output had not been taken, in the order of submission; each
             with all its text and log-probabilities, also what it had before. A second time there are none.
         """
         left, self._left = self._left, None
@@ -351,7 +351,7 @@ class LLM:
 
     @property
     def trace(self) -> Trace:
-        """What the engine was told and what each step decided; it grows as the engine runs.
+        """All inputs of the engine and what each step decided; it grows as the engine runs.
 
         Raises:
             ValueError: the engine keeps none.
@@ -362,7 +362,7 @@ class LLM:
         return trace
 
     def replay(self, until: int | None = None) -> EngineState:
-        """Does again, beside the engine, what it was told, up to and with step `until` (None: all), compares every step
+        """Runs the inputs of the engine again, beside it, up to and with step `until` (None: all), compares every step
         with the trace to the bit, and returns the state there; see `jpaged.record.replay`. It takes
         memory for another pool.
 
@@ -374,7 +374,8 @@ class LLM:
             return replay(self.trace, self.decoder, self.params, until)
 
     def plot_pages(self, step: int | None = None) -> Figure:
-        """The pool over time, and who owns each page after step `step` of the trace, those included who ended in it.
+        """The pool over time, and the owner of each page after step `step` of the trace, requests that ended in it
+        included.
         None: the first step in which most pages were in use; without a trace, how things stand.
 
         Raises:

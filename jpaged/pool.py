@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-#: The page that padding is written to. Nobody reads it; requests own pages 1 to num_pages.
+#: The page that padding is written to. It is never read; requests own pages 1 to num_pages.
 SCRATCH_PAGE = 0
 #: Pages that are moved between the pool and the host together.
 CHUNK_PAGES = 8

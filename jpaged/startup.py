@@ -14,7 +14,7 @@ NVIDIA_DEVICE = Path("/dev/nvidiactl")
 def quiet_start() -> None:
     """Spares a machine without an NVIDIA card the error that JAX's CUDA plugin prints there.
 
-    Only where the plugin is installed, no driver is there, and nobody chose a platform.
+    Only where the plugin is installed, no driver is there, and no platform was chosen.
     """
     installed = any(importlib.util.find_spec(name) is not None for name in CUDA_PLUGINS)
     if "JAX_PLATFORMS" not in os.environ and installed and not NVIDIA_DEVICE.exists():

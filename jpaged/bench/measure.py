@@ -78,8 +78,8 @@ class Measurement:
     useful_row_steps: int  # tokens computed for requests
     wasted_row_steps: int  # padding that was computed beside them
     preemptions: int
-    prompt_tokens_found: int  # tokens of prompts that were in the pool when their request came in, or soon after
-    prompt_tokens_computed: int  # the others of the requests that came in
+    prompt_tokens_found: int  # tokens of prompts that were in the pool when their request was admitted, or soon after
+    prompt_tokens_computed: int  # the other prompt tokens of admitted requests
     num_pages: int
     page_size: int
     history: tuple[StepSample, ...] = field(repr=False)

@@ -82,7 +82,7 @@ class RunResult:
     failed_requests: int
     failures: dict[str, str]
     prompt_tokens: int  # of all requests
-    prompt_tokens_computed: int  # of those that came in; this and the next as in `Measurement`
+    prompt_tokens_computed: int  # of requests that were admitted; this and the next as in `Measurement`
     prompt_tokens_found: int
     output_tokens: int  # of the completed ones
     token_ids_sha256: str  # of those tokens, to compare with other engines: see `Measurement.token_ids_sha256`

@@ -27,7 +27,7 @@ class LayerNumber(nnx.Variable):
 
 
 class Block(nnx.Module):
-    """A layer: attention and a gated MLP, each after a norm and added to what came in."""
+    """A layer: attention and a gated MLP, each after a norm and added to its input."""
 
     attn_norm: nnx.Param
     qkv: nnx.Param

@@ -158,7 +158,7 @@ class EngineCore:
 
     def drive(self, arrived: Sized) -> None:
         """Runs a burst, ahead, unless something is in `arrived` when this thread's turn comes: another thread's burst
-        may have put it there. For those who submit with sinks."""
+        may have put it there. For callers that submit with sinks."""
         self._check_usable()
         with self._turns:
             if not arrived:

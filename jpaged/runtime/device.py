@@ -70,7 +70,7 @@ class DeviceSide:
         self.decoder, self.params, self._model, self._config = decoder, params, model, config
         assert config.max_model_len is not None
         self._max_model_len = config.max_model_len
-        #: What the state was told, and what its steps decided.
+        #: The inputs of the state, and what its steps decided.
         self.trace = Trace(config, pool_shape(model)) if config.trace else None
         self.compile_seconds = 0.0
         self.bursts: dict[tuple[int, int], Any] = {}  # programs by token budget and candidates
@@ -133,7 +133,7 @@ class DeviceSide:
         moving = 0 if self._host_pool is None else self._host_pool.num_programs
         return len(self.bursts) + len(self._helpers) + moving
 
-    # -- what changes the state. A trace is told in the same order.
+    # -- what changes the state. A trace keeps it in the same order.
 
     def _tell(self, told: Input) -> None:
         if self.trace is not None:

@@ -374,7 +374,7 @@ class Engine(EngineCore):
 
     @property
     def trace(self) -> Trace | None:
-        """What the engine was told and what its steps decided, all that was started included; None where
+        """All inputs of the engine and what its steps decided, all that was started included; None where
         `config.trace` asks for none."""
         if self.device.trace is None:
             return None

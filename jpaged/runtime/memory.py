@@ -1,4 +1,4 @@
-"""How much memory there is, by those who know: JAX, NVIDIA's driver, the operating system."""
+"""How much memory there is, asked of JAX, NVIDIA's driver, the operating system."""
 
 from __future__ import annotations
 

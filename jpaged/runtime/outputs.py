@@ -194,7 +194,7 @@ class Beams:
         ends = stop_ids(request.params, engine.model_config)
         room = engine.max_model_len - len(request.prompt_token_ids)
         self._search = BeamSearch(params, ends, min(params.max_tokens, room))
-        self._awaited = params.beam_width  # all of them come in before the first round
+        self._awaited = params.beam_width  # all of them are admitted before the first round
         self._offers: dict[int, Candidates] = {}
 
     @property

@@ -22,7 +22,7 @@ def held_requests(books: Books) -> tuple[saving.HeldRequest, ...]:
         ValueError: one of them is a beam search, which the host drives.
     """
     if held := [row.request.request_id for row in books if row.request.candidates]:
-        raise ValueError(f"a search that waits to be told how it goes on cannot be saved: request {held[0]!r}")
+        raise ValueError(f"a beam search cannot be saved while it runs: request {held[0]!r}")
     return tuple(
         saving.HeldRequest(
             request=held.request,

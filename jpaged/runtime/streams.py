@@ -1,4 +1,4 @@
-"""Calls of an LLM beside each other: each waits for its own requests, and whoever waits runs the engine for all."""
+"""Calls of an LLM beside each other: each waits for its own requests, and a call that waits runs the engine for all."""
 
 from __future__ import annotations
 

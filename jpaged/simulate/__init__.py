@@ -1,5 +1,5 @@
-"""What the engine would do with many requests on a machine that is not here: its own step, with a decoder that computes
-nothing and a clock that moves by what the step would have cost.
+"""What the engine would do with many requests on a machine that you do not have: its own step, with a decoder
+that computes nothing and a clock that moves by what the step would have cost.
 
     from jpaged.simulate import Traffic, simulate
 

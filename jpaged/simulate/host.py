@@ -25,11 +25,11 @@ from jpaged.simulate.traffic import Traffic
 from jpaged.step import StepRecord, make_state
 from jpaged.step.scheduling.order import queue_order, running_order
 
-#: Steps of one device call: after each the host looks who has ended.
+#: Steps of one device call: after each the host looks which requests have ended.
 STEPS = 256
 #: Runs that have ended are left out where half of them have, and no sooner after they began, or were last left out.
 WORTH_COMPILING_S = 60.0
-#: Those of `Counters` that are told.
+#: Fields of `Counters` that are reported.
 _COUNTED = ("computed_tokens", "preemptions", "prefix_queries", "prefix_hits")
 
 
@@ -192,7 +192,7 @@ def _told(
     run: Run, variant: tuple[str, float], config: EngineConfig, traffic: Traffic, arrival: Clock,
     records: list[StepRecord], totals: dict[str, int],
 ) -> SimulatedRun:  # fmt: skip
-    """What is told of a run that has ended."""
+    """The report of a run that has ended."""
     policy, load = variant
     came, first, end = (clock.to_float() for clock in (arrival, run.first_token, run.end))
     return SimulatedRun(

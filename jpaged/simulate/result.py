@@ -90,7 +90,7 @@ class Simulation:
         return found[0]
 
     def rows(self) -> list[dict[str, str]]:
-        """What is told of each run, by heading. Times are percentiles over requests, in seconds; found is the share of
+        """The figures of each run, by heading. Times are percentiles over requests, in seconds; found is the share of
         prompt tokens that were computed already."""
         rows = []
         for run in self.runs:

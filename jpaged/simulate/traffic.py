@@ -1,4 +1,4 @@
-"""Who asks for what and when: requests as plain arrays, for a simulation of many of them.
+"""Traffic: requests as plain arrays, for a simulation of many of them.
 
 Tokens are not stored. A token is a hash of its place and of whose it is: the request's own, or, in the part of a prompt
 that others begin with too, its group's. So prompts are equal where they are said to be and nowhere else, and a hundred

@@ -1,4 +1,4 @@
-"""The invariants of the engine, for tests and for people who drive the state by hand. Runs on the host, and checks what
+"""The invariants of the engine, for tests and for a state that is driven by hand. Runs on the host, and checks what
 can be found of pages against what it says they hold, in other ways than the step does."""
 
 from __future__ import annotations

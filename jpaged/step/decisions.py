@@ -1,7 +1,7 @@
 """What a step decided about slots and pages, where the engine keeps a trace: small lists beside the counts that every
 record has.
 
-    preempt   who lost a slot                        enter   pages of others taken in place of equal ones of its own,
+    preempt   requests that lost a slot              enter   pages of others taken in place of equal ones of its own,
     admit     pages found computed already           attach  and those that others have just computed
     schedule  new pages
 
@@ -48,14 +48,14 @@ class Placed:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decisions:
-    """Of one step. Who ended (`StepRecord.finish`) leaves its slot before the next."""
+    """Of one step. A request that ended (`StepRecord.finish`) leaves its slot before the next."""
 
     preempted: jax.Array  # [S] int32, the request that lost this slot to make room; NO_REQUEST: none
-    kept: jax.Array  # [S] int32, pages left in its table when those who ended, and who made room, had gone
-    restored: Placed  # of those who came in with pages of the host, before the step; see `exchange`
-    found: Placed  # computed already, by who came in; a fork's of its parent
+    kept: jax.Array  # [S] int32, pages left in its table after eviction and preemption
+    restored: Placed  # of requests resumed with pages of the host, before the step; see `exchange`
+    found: Placed  # computed already, of requests that were admitted; a fork's of its parent
     taken: Placed  # new, to compute into
-    shared: Placed  # computed by others, by who ran: in place of an equal page of its own, or after its last
+    shared: Placed  # computed by others, of running requests: in place of an equal page of its own, or after its last
     cached: jax.Array  # [ceil(P / 8)] uint8, a bit for each page: whether others can find what it holds now
 
     @classmethod

@@ -30,7 +30,7 @@ def bits_of(which: jax.Array) -> jax.Array:
 
 def change(holders: jax.Array, page: jax.Array, slot: jax.Array, used: jax.Array, *, holds: bool) -> jax.Array:
     """After slot `slot[n]` took page `page[n]` `[N]` into its table, or out of it, where `used` `[N]` bool. Each pair
-    stands there once, and a page comes in only where it is not, and goes only where it is."""
+    stands there once; a page is added only where it is absent, and removed only where it is present."""
     bit = jnp.uint32(1) << (slot % _WORD).astype(jnp.uint32)
     word = jnp.where(used, slot // _WORD, holders.shape[0])
     return holders.at[word, page].add(bit if holds else jnp.uint32(0) - bit, mode="drop")
@@ -79,7 +79,7 @@ def take(
         refcount: `[P]`.
         page_table, num_pages: `[S, M]` and `[S]`.
         need: `[S]` int32.
-        pages: `[most]` int32, in the order in which they are taken; nobody may use the first `sum(need)` of them.
+        pages: `[most]` int32, in the order in which they are taken; the first `sum(need)` of them must be unused.
 
     Returns:
         The new `refcount`, `page_table` and `num_pages`.

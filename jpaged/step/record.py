@@ -48,7 +48,7 @@ class StepRecord:
     left: jax.Array  # [S] int32, uid of the request that an exchange took this slot from; NO_REQUEST: none
     to_host: jax.Array  # [S] bool, whether its pages went there
     restored: jax.Array  # [] requests that got a slot in that exchange, with pages of the host
-    recovered: jax.Array  # [] tokens that those who lost theirs before found computed, and must not
+    recovered: jax.Array  # [] tokens that requests preempted before found computed, so that they need not compute them
     prefix_queries: jax.Array  # [] tokens of the prompts that were admitted, each request once
     prefix_hits: jax.Array  # [] those of them, and of prompts admitted before, that were found computed
     pages_in_use: jax.Array  # [] pages in some table
@@ -66,13 +66,13 @@ class StepRecord:
     @classmethod
     def zeros(cls, slots: int, decisions: Decisions | None = None) -> StepRecord:
         ints, scalar = jnp.zeros(slots, jnp.int32), jnp.int32(0)
-        nobody = jnp.full(slots, NO_REQUEST, jnp.int32)
+        none = jnp.full(slots, NO_REQUEST, jnp.int32)
         return cls(
-            uid=nobody, scheduled=ints, sampled=jnp.zeros(slots, bool), token=ints,
+            uid=none, scheduled=ints, sampled=jnp.zeros(slots, bool), token=ints,
             logprob=jnp.zeros(slots, jnp.float32), finish=ints, offered=jnp.zeros(slots, bool),
             candidates=jnp.zeros((slots, 0), jnp.int32), candidate_logprobs=jnp.zeros((slots, 0), jnp.float32),
             cached_tokens=ints, running=scalar, waiting=scalar,
-            admitted=scalar, preempted=scalar, discarded=scalar, left=nobody, to_host=jnp.zeros(slots, bool),
+            admitted=scalar, preempted=scalar, discarded=scalar, left=none, to_host=jnp.zeros(slots, bool),
             restored=scalar, recovered=scalar, prefix_queries=scalar,
             prefix_hits=scalar, pages_in_use=scalar, pages_cached=scalar, tokens_stored=scalar, decisions=decisions,
         )  # fmt: skip

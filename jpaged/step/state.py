@@ -108,15 +108,15 @@ class EngineState:
 
     @property
     def available_pages(self) -> jax.Array:
-        """Pages that nobody uses, cached or free."""
+        """Unused pages, cached or free."""
         return jnp.sum(self.refcount == 0, dtype=jnp.int32)
 
     @property
     def cached_pages(self) -> jax.Array:
-        """Pages that nobody uses and that can be found."""
+        """Unused pages that are cached."""
         return jnp.sum((self.refcount == 0) & self.prefixes.cached, dtype=jnp.int32)
 
     @property
     def free_pages(self) -> jax.Array:
-        """Pages that nobody uses or finds."""
+        """Unused pages that are not cached."""
         return self.available_pages - self.cached_pages

@@ -72,7 +72,7 @@ def run(
         state = step(decoder, params, state, budget=budget, candidates=candidates)
         return state, state.record
 
-    # Outside of a burst a state has the same shape, whoever runs it.
+    # Outside of a burst a state has the same shape, whatever runs it.
     state = replace(state, record=state.record.with_candidates(candidates))
     state, records = jax.lax.scan(once, state, length=steps)
     state = evict(replace(state, record=state.record.with_candidates(0)))
@@ -81,7 +81,7 @@ def run(
 
 def demand(state: EngineState) -> jax.Array:
     """Tokens `[] int32` that the next step computes if no budget limits it: what running requests want, and those
-    who would be admitted from the queue."""
+    that would be admitted from the queue."""
     unlimited = state.requests.tokens.size
     return jnp.sum(grant(admit(state, unlimited)[0], unlimited), dtype=jnp.int32)
 

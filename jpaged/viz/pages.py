@@ -1,4 +1,4 @@
-"""Pictures of the pool: how full it was over the steps, and who owns which page now.
+"""Pictures of the pool: how full it was over the steps, and which request owns which page now.
 
 Colours are those of Okabe and Ito, which people with any common kind of colour blindness can tell apart;
 lines differ in their dashes too, and pages carry the number of their slot.
@@ -113,7 +113,7 @@ def plot_occupancy(
 
 
 def page_owners(page_table: Any, num_pages: int, *, scratch: int = 0) -> np.ndarray:
-    """Who owns each page of the pool, scratch included: `[num_pages + 1]` int32, the lowest slot that names
+    """The owner of each page of the pool, scratch included: `[num_pages + 1]` int32, the lowest slot that names
     the page, or -1 for none.
 
     Args:
@@ -190,7 +190,7 @@ def plot_pages(
     labels: Sequence[str] | None = None,
     title: str = "",
 ) -> Figure:
-    """How the pool was shared out over the steps, and who owns each page in one of them.
+    """How the pool was shared out over the steps, and the owner of each page in one of them.
 
     Args:
         history: the steps in order.

@@ -1,1 +1,1 @@
-"""Who runs and on how many tokens: order, evict, admit, grant, pack."""
+"""Which requests run, and on how many tokens: order, evict, admit, grant, pack."""

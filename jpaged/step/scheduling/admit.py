@@ -1,4 +1,4 @@
-"""Who comes in from the queue."""
+"""Admission: which requests of the queue get a slot."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from jpaged.step.status import NO_REQUEST, Status
 def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[EngineState, jax.Array]:
     """Gives slots to the requests at the head of `queue_order`, in order, while there are slots, tokens and pages.
 
-    What can be found of a request is looked up first, and is in its table in the same step: no page of it can be taken
-    in between. A request comes in only if something of the token budget is left for it, and if the pages of all its
-    known tokens are there beside what is spoken for:
+    The cached pages of a request are looked up first, and are in its table in the same step: none of them can be taken
+    in between. A request is admitted only if some of the token budget is left for it, and if the pool has pages for
+    all its tokens beside those that are reserved:
 
-        pages that nobody uses = those that the known tokens of running requests still need
-                               + one for each request that runs before it (the next page its decoding begins)
-                               + those of the requests admitted before it
-                               + its own, but for those found that somebody uses
+        unused pages >= those that the tokens of running requests still need
+                      + one for each request that runs before it (the next page that its decoding begins)
+                      + those of the requests admitted before it
+                      + its own, without those found that are in use
 
     The second line keeps a request from being admitted only to be preempted within a page's worth of steps. With
-    nothing running, a request needs its own pages alone, so the head of the queue always gets in at last. A page that
-    two find who come in together, and that nobody uses, counts for both, which is on the safe side.
+    nothing running, a request needs its own pages alone, so the head of the queue is always admitted at last. An unused
+    page that two requests find in the same step counts for both, which is on the safe side.
 
-    Those who have pages on the host come in through an exchange, `from_host`, and only they; a step waits for it.
+    Requests with pages on the host are admitted by an exchange, `from_host`, and no others; a step waits for it.
 
     Returns:
-        The state; and for each slot `[S]` the page of which a fork that comes in there needs a copy, for its next page
-        to begin with. SCRATCH_PAGE: none.
+        The state; and for each slot `[S]` the page of which a fork that is admitted there needs a copy, for its next
+        page to begin with. SCRATCH_PAGE: none.
     """
     slots, requests, page_size = state.slots, state.requests, state.pool.page_size
     num_slots, num_rows = slots.num_slots, requests.num_rows
@@ -73,7 +73,7 @@ def admit(state: EngineState, budget: int, *, from_host: bool = False) -> tuple[
     fits &= jnp.cumsum(tail > 0, dtype=jnp.int32) <= COPIES
     if state.swap is not None:
         fits &= (state.swap.num_computed_tokens[queue] > 0) == from_host
-    # Strictly in order: nobody overtakes one who does not fit yet.
+    # Strictly in order: no request overtakes one that does not fit yet.
     enters = jnp.cumsum(~fits) == 0
 
     empty = jnp.nonzero(~slots.occupied, size=count, fill_value=num_slots)[0]

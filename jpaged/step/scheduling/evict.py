@@ -64,16 +64,16 @@ def evict(state: EngineState) -> EngineState:
 
 def preempt(state: EngineState, budget: int) -> EngineState:
     """Sends running requests back to the queue, from the last in `running_order` on: until the pages that the others
-    need now are there, and then for the head of the queue, if it stands before them and comes in that way."""
+    need now are there, and then until the head of the queue can be admitted, if it ranks before them."""
     state = _noted(state)
     state = _discard(state, for_pages(state, grant(state, budget)))
     return _discard(state, for_the_head(state, budget))
 
 
 def for_pages(state: EngineState, tokens: jax.Array) -> jax.Array:
-    """Those `[S] bool` whose pages the others need to compute `tokens` `[S]`.
+    """The requests `[S] bool` whose pages the others need to compute `tokens` `[S]`.
 
-    If the first m requests stay, they need `sum(need[:m])` new pages and have those that nobody uses and those that
+    If the first m requests stay, they need `sum(need[:m])` new pages and have the unused pages and those that
     only the rest uses. The one grows with m and the other shrinks, so the largest m that fits is a count, not a
     search. The first request alone always fits: no request is accepted whose pages exceed the pool.
     """
@@ -85,10 +85,10 @@ def for_pages(state: EngineState, tokens: jax.Array) -> jax.Array:
 
 
 def for_the_head(state: EngineState, budget: int, *, from_host: bool = False) -> jax.Array:
-    """Those `[S] bool` in whose place the head of the queue comes in, by the arithmetic of `admit`: as few as can be,
-    and nobody who does not stand behind it by the victim policy, whoever came first, and behind it in the queue: else
-    it would come in again, and nothing be won. Pages that the head would find count as its own, which is on the safe
-    side. Only an exchange makes room for one that must come `from_host`."""
+    """The fewest victims `[S] bool` that let the head of the queue in, by the arithmetic of `admit`. Each must rank
+    below it in both orders, by the victim policy and in the queue: otherwise it would be readmitted at once. Pages that
+    the head would find count as its own, which is on the safe side. Only an exchange makes room for a request that must
+    be admitted `from_host`."""
     slots, requests = state.slots, state.requests
     order = running_order(state)
     occupied = slots.occupied[order]
@@ -106,16 +106,18 @@ def for_the_head(state: EngineState, budget: int, *, from_host: bool = False) ->
     own = -(-requests.num_tokens[head] // state.pool.page_size)
     count = jnp.arange(1, slots.num_slots + 1, dtype=jnp.int32)
 
-    def comes_in(stay, tokens, spoken_for, given_back):
+    def admits(stay, tokens, spoken_for, given_back):
         pages = spoken_for + stay + own
         return (stay < slots.num_slots) & (tokens < budget) & (pages <= state.available_pages + given_back)
 
     # fits[m]: with the first m and the head.
     given_back = _given_back(state, order)
-    nobody = comes_in(0, 0, 0, jnp.sum(state.refcount > 0, dtype=jnp.int32) - 1)
-    fits = jnp.concatenate([nobody[None], comes_in(count, tokens, spoken_for, given_back)])
+    no_other = admits(0, 0, 0, jnp.sum(state.refcount > 0, dtype=jnp.int32) - 1)
+    fits = jnp.concatenate([no_other[None], admits(count, tokens, spoken_for, given_back)])
     running = jnp.sum(occupied, dtype=jnp.int32)
-    least = jnp.where(comes, jnp.max(jnp.where(occupied & stands, count, 0)), running)  # and those before who stands
+    least = jnp.where(
+        comes, jnp.max(jnp.where(occupied & stands, count, 0)), running
+    )  # and those before one that stays
     m = jnp.arange(slots.num_slots + 1, dtype=jnp.int32)
     stay = jnp.max(jnp.where(fits & (m >= least) & (m <= running), m, -1))
     gone = occupied & (stay >= 0) & (count > stay)
@@ -166,7 +168,7 @@ def send_back(state: EngineState, victim: jax.Array) -> EngineState:
 
 
 def _given_back(state: EngineState, order: jax.Array) -> jax.Array:
-    """Pages `[S]` that nobody uses any more if those after each one in `order` go."""
+    """Pages `[S]` that become unused if all requests after each one in `order` go."""
     held = _held_by_none_before(state, order)[order]
     return jnp.sum(held, dtype=jnp.int32) - jnp.cumsum(held, dtype=jnp.int32)
 

@@ -1,9 +1,9 @@
 """How many tokens each running request computes in a step.
 
 One rule serves prefill, chunked prefill, decoding and resuming: a request wants `known - computed` tokens. First every
-running request gets one, in the order of `running_order`, so that nobody's decoding waits for another's long prompt;
-then the rest of the budget is handed out, in the same order. Only who is about to compute what one before it computes
-gets nothing: the next step finds it there.
+running request gets one, in the order of `running_order`, so that no decoding waits for a long prompt of
+another request; then the rest of the budget is handed out, in the same order. A request gets nothing only if one
+before it computes the same page: the next step finds it there.
 """
 
 from __future__ import annotations

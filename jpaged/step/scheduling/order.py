@@ -1,4 +1,4 @@
-"""The orders of those who run and of those who wait, from the policies of the state."""
+"""The orders of running and of waiting requests, from the policies of the state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def head_of_queue(state: EngineState) -> tuple[jax.Array, jax.Array]:
     numbers, arrival = _sortable(_queue_numbers(state)), state.requests.arrival
     last, there = jnp.iinfo(numbers.dtype).max, ready(state)
     first = there & (numbers == jnp.min(jnp.where(there, numbers, last)))
-    # Of none that waits, a row that is not `ready`: those who ask look at that.
+    # If none waits, a row that is not `ready`: callers look at that.
     head = jnp.argmin(jnp.where(first, arrival, jnp.iinfo(jnp.int32).max)).astype(jnp.int32)
     same = (numbers == numbers[head]) & (arrival > arrival[head])
     return head, (numbers > numbers[head]) | same

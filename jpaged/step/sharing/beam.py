@@ -1,4 +1,4 @@
-"""Beams: requests that are told what comes next.
+"""Beams: requests whose next tokens the host chooses.
 
 A *held* request is given no token of the sampler. When all its tokens are computed, the step offers the candidates
 for the next one, and the request stays in its slot until `advance` says how it goes on. A beam search is some held
@@ -9,7 +9,7 @@ token more.
     beam 1   .. a dog                beam 1 was beam 0     .. the cat is         table: 7 5     5: a copy of page 2
 
 Only tables change hands: full pages are in all tables that need them, and the page that is not full is copied for all
-but one of those who go on from it.
+but one of the beams that go on from it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     """Makes request `uids[i]` what request `sources[i]` is, with `tokens[i]` after it, for all i at once.
 
     All of them are held, and have offered candidates; each is named once in `uids`. One that was preempted since has no
-    pages, and computes all again when it comes in, as does one that takes after it. Where pages are short, who finds
-    none for its copy computes those tokens again.
+    pages, and computes all again when it is admitted, as does one that continues it. Where pages are short, a beam that
+    finds none for its copy computes those tokens again.
 
     Args:
         uids, sources: `[N]` int32, NO_REQUEST for no request.
@@ -46,7 +46,7 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     from_slot = jnp.where(there, slot_of_row[source], none)
     slot = jnp.where(there, slot_of_row[jnp.minimum(row, requests.num_rows - 1)], none)
 
-    # Who takes what of whom. One of those who go on from a source keeps its last page: itself, if it is one of them.
+    # Which beam continues which. One of those that continue a source keeps its last page: the source, if it is one.
     at = jnp.minimum(from_slot, none - 1)
     gets = (slot < none) & (from_slot < none)
     index = jnp.arange(size, dtype=jnp.int32)
@@ -54,7 +54,7 @@ def advance(state: EngineState, uids: jax.Array, sources: jax.Array, tokens: jax
     first = jnp.full(none, 2 * size, jnp.int32).at[from_slot].min(prefers, mode="drop")
     keeps = gets & (first[at] == prefers)
     full, rest = jnp.divmod(slots.num_computed_tokens[at], page_size)
-    # Full pages that were not offered yet are nobody's but the keeper's.
+    # Full pages that were not offered yet belong to the keeper alone.
     settled = ~state.prefixes.enabled | (slots.entered[at] == full)
     shared = jnp.where(gets, jnp.where(settled | keeps, full, jnp.minimum(slots.entered[at], full)), 0)
     column = jnp.arange(slots.page_table.shape[1], dtype=jnp.int32)[None]

@@ -1,14 +1,14 @@
 """Requests that go on from one point: several continuations of a prompt, and branches of a running generation.
 
 A fork is a request with the tokens of another, its *parent*, and a seed of its own. It waits outside the queue until
-the parent has computed all of these tokens but the last. Then it comes in as any request does, with the parent's full
+the parent has computed all of these tokens but the last. Then it is admitted as any request is, with the parent's full
 pages in its table; of the page after those it gets a copy, which is the first page that it takes:
 
     parent  t0 t1 t2 t3 | t4 t5 t6          table: 7 2        page 7: in both tables
     fork    t0 t1 t2 t3 | t4 t5 t6'         table: 7 5        page 5: a copy of page 2; t6' is written to it next
 
 Its last token it computes itself, because it needs the logits after it. Pages that are in two tables are full, and are
-never written again: neither of two who share changes what the other sees.
+never written again: neither of two requests that share it changes what the other sees.
 
 If the parent ends before its forks have begun, the first of them inherits its slot, with the pages of the tokens that
 they have in common, and the others wait for that one. So a prompt is computed once however many go on from it.
@@ -26,7 +26,8 @@ from jpaged.step.pages import page_at
 from jpaged.step.state import EngineState, Requests
 from jpaged.step.status import NO_REQUEST, Status
 
-#: Forks that come in with a copied page in one step at most: every step moves as many pages, if only the scratch page.
+#: Forks that are admitted with a copied page in one step at most. Every step moves as many pages, if only the scratch
+#: page.
 COPIES = 4
 
 
@@ -92,7 +93,7 @@ def ready(state: EngineState) -> jax.Array:
 
 def copy_tails(state: EngineState, source: jax.Array, budget: int) -> EngineState:
     """Copies page `source[s]` `[S]` to the page of the next token of slot s; nothing where it is SCRATCH_PAGE. At most
-    `budget`, or COPIES, are copied: no more come in."""
+    `budget`, or COPIES, are copied: no more are admitted."""
     slots = state.slots
     slot = jnp.nonzero(
         source != SCRATCH_PAGE, size=min(COPIES, budget, slots.num_slots), fill_value=slots.num_slots
@@ -107,7 +108,7 @@ def copy_tails(state: EngineState, source: jax.Array, budget: int) -> EngineStat
 
 
 def heirs(requests: Requests, over: jax.Array) -> jax.Array:
-    """The first `[R]` of those that wait for each of `over` `[R] bool`; R where nobody does."""
+    """The first `[R]` of those that wait for each of `over` `[R] bool`; R where none does."""
     rows = requests.num_rows
     orphan = _children(requests, over)
     parent = jnp.where(orphan, requests.parent, rows)
@@ -138,7 +139,7 @@ def adopt(requests: Requests, over: jax.Array, heir: jax.Array) -> jax.Array:
 
 
 def disown(requests: Requests, failed: jax.Array) -> jax.Array:
-    """The parents `[R]` when nobody is to begin with the pages of `failed` `[R] bool`."""
+    """The parents `[R]` when no request is to begin with the pages of `failed` `[R] bool`."""
     return jnp.where(_children(requests, failed), NO_REQUEST, requests.parent)
 
 

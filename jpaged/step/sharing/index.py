@@ -28,14 +28,14 @@ from jpaged.pool import SCRATCH_PAGE
 
 #: Pages in a bucket. With a bucket a page there is one on average, and more than these are once in a million.
 WAYS = 8
-#: Pages that one lookup asks for at most, or one request's where that is more. Who is left over is looked up later.
+#: Pages that one lookup asks for at most, or one request's where that is more. What is left over is looked up later.
 LOOKUP_PAGES = 2048
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Prefixes:
-    """What each page holds, for those who look for it; meaningless where not `cached`. A page that no table names
+    """What each page holds, for lookups; meaningless where not `cached`. A page that no table names
     and that is findable is cached."""
 
     enabled: jax.Array  # [] bool, whether pages are shared at all
@@ -221,8 +221,8 @@ def places(prefixes: Prefixes, hash_: jax.Array, wanted: jax.Array) -> tuple[jax
 
 
 def forget(prefixes: Prefixes, which: jax.Array) -> Prefixes:
-    """After the pages of `which` `[P] bool` stopped being what they were: nobody finds them, nor those that come after
-    one of them."""
+    """After the pages of `which` `[P] bool` stopped being what they were: no lookup finds them, nor pages that come
+    after one of them."""
     return replace(prefixes, cached=prefixes.cached & ~which & ~which[prefixes.before])
 
 
@@ -230,7 +230,7 @@ def forget(prefixes: Prefixes, which: jax.Array) -> Prefixes:
 
 
 def next_to_take(prefixes: Prefixes, refcount: jax.Array, step: jax.Array, columns: int, most: int) -> jax.Array:
-    """The `most` pages `[most]` int32 to hand out next: those that nobody could find, lowest first; then cached ones,
+    """The `most` pages `[most]` int32 to hand out next: those that are not cached, lowest first; then cached ones,
     least recently used first and, of those last used together, the tail first; then pages in use.
 
     A page before another is in use whenever that one is, so no page goes before those that need it.

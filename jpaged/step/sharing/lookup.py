@@ -1,9 +1,9 @@
 """Sharing pages between requests: looking for pages that are computed already, and offering those that are.
 
-    admit    a request that comes in gets the pages that hold its first tokens
-    waits    of those who would compute the same page next, only the first does
+    admit    a request that is admitted gets the pages that hold its first tokens
+    waits    of the requests that would compute the same page next, only the first does
     enter    pages that the step has filled can be found from now on
-    attach   who runs and is at the end of a page gets the next ones, if others have just computed them
+    attach   a running request at the end of a page gets the next ones, if others have just computed them
 
 A request that fills a page equal to one that can be found takes that one and gives its own back. So the pages that
 its table names are those that the index knows, and a page is in use whenever one that comes after it is.
@@ -29,7 +29,7 @@ class Found:
     """What a lookup found, entry after entry `[N]`."""
 
     page: jax.Array  # int32, SCRATCH_PAGE: none
-    owner: jax.Array  # int32, which of those who asked
+    owner: jax.Array  # int32, which of the requests that asked
     column: jax.Array  # int32, which page of its request
     asked: int  # entries, the first ones, that were looked for; the others were given
 
@@ -80,8 +80,8 @@ def _find(state: EngineState, runs: Runs, row: jax.Array, column: jax.Array, bef
 
 
 def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
-    """Puts what was found into the tables: what the k-th of those who asked did, into that of slot `slot[k]` `[K]`; S
-    is nobody's."""
+    """Puts what was found into the tables: the pages of the k-th request that asked go into the table of slot
+    `slot[k]` `[K]`; S: into none."""
     slots, requests, num_slots = state.slots, state.requests, state.slots.num_slots
     slot = jnp.where(found.hit, slot[found.owner], num_slots)
     pages = jnp.zeros(num_slots, jnp.int32).at[slot].add(1, mode="drop")
@@ -89,7 +89,7 @@ def pin(state: EngineState, found: Found, slot: jax.Array) -> EngineState:
     num_pages = slots.num_pages + pages
     tokens = pages * state.pool.page_size
     again = requests.preempted[slots.request]
-    # What a fork begins with was counted when its parent came in.
+    # What a fork begins with was counted when its parent was admitted.
     first = jnp.where(again | (requests.parent[slots.request] != NO_REQUEST), 0, tokens)
     # What a slot without a request names is meaningless, and so it gains nothing.
     cached_tokens = requests.cached_tokens.at[slots.request].add(first)
@@ -134,7 +134,7 @@ def _page_before(state: EngineState, column: jax.Array) -> jax.Array:
 
 def waits(state: EngineState) -> jax.Array:
     """Whether a slot `[S]` waits for a page: it is at the end of one, and a request before it in `running_order` has to
-    compute the very page that is its next. The first of those waits for nobody, so that page will be there.
+    compute the very page that is its next. The first of those waits for no other, so that page will be there.
 
     If the hash lies, a request waits for nothing, and computes its page when the other has gone on.
     """

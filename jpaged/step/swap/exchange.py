@@ -1,5 +1,5 @@
-"""Between two bursts: who makes room for others goes to the host, or gives up what it has computed; who is first in the
-queue and has its pages on the host comes in again.
+"""Between two bursts: preempted requests are swapped out, or discard what they have computed; the first requests of the
+queue are resumed if their pages are on the host.
 
 The step can preempt too, but it cannot move pages to the host: that takes as long as it takes, and a program of fixed
 shapes would move as many in every step, if only to itself. So an exchange looks ahead, as far as a burst goes, and the
@@ -96,7 +96,7 @@ def _send_away(state: EngineState, victim: jax.Array) -> tuple[EngineState, jax.
 def _bring_back(
     state: EngineState, unlimited: int, out_chunk: jax.Array, out_pages: jax.Array
 ) -> tuple[EngineState, Moves]:
-    """The first of the queue, as far as they are on the host and come in by the arithmetic of `admit`. Pages that they
+    """The first of the queue, as far as they are on the host and `admit` admits them. Pages that they
     find are not brought."""
     before = state
     state, _ = admit(state, unlimited, from_host=True)

@@ -1,7 +1,7 @@
 """Where the pages of preempted requests are while they wait on the host.
 
 The host has a pool of *chunks*, each of a few pages that are moved together. What is in them is not part of the state;
-which request has which is. A request keeps its chunks from the moment it loses its slot until it comes in again, ends,
+which request has which is. A request keeps its chunks from the moment it loses its slot until it is resumed, ends,
 or becomes another:
 
     request   t0 t1 .. t7 | t8 .. t15 | t16 t17         computed 18, pages of 4, chunks of 2 pages
@@ -34,13 +34,13 @@ class Notes:
     left: jax.Array  # [S] int32, uid of the request that lost this slot; NO_REQUEST: none
     to_host: jax.Array  # [S] bool, whether its pages went there
     discarded: jax.Array  # [] int32, tokens of the others, which must compute them again
-    restored: jax.Array  # [] int32, requests that came in with pages of the host
+    restored: jax.Array  # [] int32, requests resumed with pages of the host
     placed: Placed  # pages that they got; of no length where no trace is kept
 
     @classmethod
     def empty(cls, slots: int, most_placed: int) -> Notes:
-        nobody = jnp.full(slots, NO_REQUEST, jnp.int32)
-        return cls(nobody, jnp.zeros(slots, bool), jnp.int32(0), jnp.int32(0), Placed.empty(most_placed))
+        none = jnp.full(slots, NO_REQUEST, jnp.int32)
+        return cls(none, jnp.zeros(slots, bool), jnp.int32(0), jnp.int32(0), Placed.empty(most_placed))
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +48,7 @@ class Notes:
 class Swap:
     """The host's pool, as the state knows it."""
 
-    free: jax.Array  # [H] bool, chunks that are nobody's
+    free: jax.Array  # [H] bool, chunks that no request has
     table: jax.Array  # [R, C] int32, the chunks of each request, in order; NO_CHUNK where there is none
     num_computed_tokens: (
         jax.Array
