@@ -149,7 +149,7 @@ def _feed(asked: Asked, arrival: Clock, run: Run) -> Run:
         batch = replace(
             empty,
             valid=valid,
-            uid=index,
+            uid=index + 1,  # as an engine names them
             tokens=tokens_of(index, asked.group[index], asked.shared_len[index], column),
             num_tokens=asked.prompt_len[index],
             num_prompt_tokens=asked.prompt_len[index],
@@ -188,7 +188,7 @@ def _once(program: Program, asked: Asked, arrival: Clock, number: jax.Array, run
     taken = program.costs.step(padded.astype(jnp.float32), *Meter.read(state.pool))
     now = run.now.after(taken).where(live, run.now)
 
-    index = record.uid
+    index = record.uid - 1
     first = record.sampled & (known == state.requests.num_prompt_tokens[state.slots.request] + 1)
     ends = record.finish != Finish.NOT
     run = replace(
