@@ -33,7 +33,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "enforce_eager": ((False,), "the step is always compiled; give token_budgets to compile fewer sizes of it"),
     "trust_remote_code": ((False,), "code that comes with a checkpoint is never run; convert it to a known family"),
     "quantization": ((None,), "a .gguf file says itself how it is quantised; weights are served in dtype"),
-    "kv_cache_dtype": (("auto",), "keys and values have the dtype of the weights: give dtype"),
     "disable_log_stats": ((True,), "nothing is logged; llm.stats() has the numbers"),
     "enable_chunked_prefill": ((True, None), "long prompts are always computed in pieces; see max_num_batched_tokens"),
     "skip_tokenizer_init": ((False,), "give prompts as token ids where no text is wanted"),

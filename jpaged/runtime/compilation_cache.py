@@ -26,7 +26,6 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from checkpoints.fetch import cache_dir
 from pallas_kernels.cpu.native import machine
 
 logger = logging.getLogger("jpaged")
@@ -41,6 +40,8 @@ def programs_dir() -> Path:
     """Where programs are kept: `programs` in the folder of fetched models (`$JPAGED_CACHE`, or the user's cache
     directory), then by processor, since XLA's key of a program for a CPU does not say which instructions it uses. The
     folder can be deleted at any time."""
+    from checkpoints.fetch import cache_dir  # here, for it needs what reads checkpoints
+
     folder = cache_dir() / "programs"
     if jax.default_backend() != "cpu":
         return folder

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm.std import tqdm
 
 from jpaged.pool import Decoder
 from jpaged.record import saving
@@ -57,6 +56,8 @@ class Engine(EngineCore):
             use_tqdm: show a progress bar that counts programs.
         """
         self._check_usable()
+        from tqdm.std import tqdm  # here, for an engine without a bar needs it not
+
         calls = self.device.to_compile()
         with tqdm(total=len(calls), unit="program", disable=not use_tqdm, dynamic_ncols=True) as bar:
             for number, compile_one in enumerate(calls, 1):

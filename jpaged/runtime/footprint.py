@@ -31,7 +31,7 @@ class Footprint:
 
     pool: int  # keys and values
     requests: int  # tokens, sampling parameters and hashes of each row
-    page_tables: int  # with the rest of the slots
+    page_tables: int  # with the rest of the slots, and a bit for each slot and page
     prefixes: int  # the index of pages that can be found, and reference counts
     record: int  # what a step did, with its decisions where a trace is kept; and counters
     swap: int  # which chunks of the host's pool are whose
@@ -45,7 +45,7 @@ class Footprint:
         return cls(
             pool=pool,
             requests=_bytes(state.requests),
-            page_tables=_bytes(state.slots),
+            page_tables=_bytes((state.slots, state.holders)),
             prefixes=_bytes((state.prefixes, state.refcount)),
             record=_bytes((state.record, state.counters)),
             swap=_bytes(state.swap),

@@ -10,9 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import psutil
-import pynvml
-
 from jpaged.runtime.sizing import share_of
 
 #: What the pool takes on a CPU where the caller gives no size.
@@ -66,6 +63,10 @@ def card_memory(device: Any, environ: Mapping[str, str] | None = None) -> CardMe
     driver knows. It numbers cards as CUDA does with CUDA_DEVICE_ORDER=PCI_BUS_ID; `environ` (os.environ) tells which
     are visible, by number or by name.
     """
+    try:
+        import pynvml  # here, for a machine that has JAX alone can run an engine of a given size
+    except ImportError:
+        return None
     visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     number = int(device.local_hardware_id)
     try:
@@ -139,6 +140,8 @@ def attainable_bytes(
 def available_memory_bytes(read: Callable[[str], str] | None = None) -> int:
     """Bytes of main memory that this process could still take: the smallest of what the system calls available and
     what the process's control group leaves."""
+    import psutil  # here, for a process that computes on a GPU needs neither this nor a file
+
     available = psutil.virtual_memory().available
     read = read or (lambda path: Path(path).read_text())
     try:  # by hand: psutil does not read control groups

@@ -276,7 +276,10 @@ def compiled_for_h200s(name: str, cuda_plugin: Path | None) -> list[dict]:
 
 
 def test_on_an_h200_the_scheduler_alone_asks_nothing_of_the_host(cuda_plugin, record_property):
-    """The same for a GPU, where each loop of unknown length and each conditional is a round trip to the host."""
+    """The same for a GPU, where each loop of unknown length and each conditional is a round trip to the host. With an
+    older JAX it would cost minutes of a suite that may take twelve; tests/gpu/check.sh runs it with JAX 0.12."""
+    if not KERNELS:
+        pytest.skip(f"tests/gpu/check.sh compiles this with JAX 0.12, and this is {jax.__version__}")
     found = compiled_for_h200s("scheduling", cuda_plugin)
     [counts] = found
     name = f"h200 scheduling {counts['slots']} slots, {counts['queued']} queued, {counts['pages']} pages"
@@ -297,7 +300,7 @@ def test_on_h200s_nothing_grows_with_the_pool(model, cuda_plugin, record_propert
     """The same for GPUs, from programs compiled without one; Llama 3.1 70B is split over eight. Catches what a CPU does
     not show: a pool copied into a kernel's layout, weights copied before they are used, a branch or loop that became a
     round trip to the host, a sort's scratch memory, a collective too many."""
-    if model != "llama-8b-2" and not KERNELS:
+    if not KERNELS:
         pytest.skip(f"the kernels need JAX 0.11 and this is {jax.__version__}; tests/gpu/check.sh has it")
     programs = compiled_for_h200s(model, cuda_plugin)
     for counts in programs:
@@ -305,18 +308,14 @@ def test_on_h200s_nothing_grows_with_the_pool(model, cuda_plugin, record_propert
     for counts in programs:
         assert counts["aliased_bytes"] >= counts["pool_bytes"]
         assert counts["pool_copies"] == 0
-        # Some arrays of rows x vocabulary for the sampler, and per token of the budget what a layer holds; of XLA's
-        # attention also the keys and values of an iteration of its walk.
-        bound = 7 * counts["logits_bytes"] + counts["budget"] * (512 if KERNELS else 3072) * 1024
+        # Some arrays of rows x vocabulary for the sampler, and per token of the budget what a layer holds.
+        bound = 7 * counts["logits_bytes"] + counts["budget"] * 512 * 1024
         assert counts["temporary_bytes"] < bound < counts["pool_bytes"] / 20
         assert counts["conditionals"] == 2
         burst = [] if counts["steps"] is None else [counts["steps"]]
-        # The kernels walk the pages; XLA's attention does it in a loop, or two where there are prefill chunks, of 16
-        # iterations of 512 keys.
-        walks = [] if KERNELS else [16] * (counts["layers"] * (1 if counts["budget"] <= 64 else 2))
-        assert counts["known_loops"] == burst + walks
+        assert counts["known_loops"] == burst
         assert counts["unknown_loops"] == []
-        assert counts["attention_kernels"] == (counts["layers"] if KERNELS else 0)
+        assert counts["attention_kernels"] == counts["layers"]
         assert counts["all_reduces"] == (2 * counts["layers"] if counts["cards"] > 1 else 0)
     before = [counts for counts in recorded(STEP_SCRIPT.with_name("step.json")) if counts["model"] == model]
     for now, then in zip(programs, before, strict=before != []):

@@ -22,7 +22,7 @@ STUB = ScriptDecoder(vocab=32, nan_token=NAN_TOKEN)
 CONFIG = EngineConfig(
     page_size=4, num_pages=40, max_num_seqs=3, max_num_batched_tokens=8, token_budgets=(8,), max_model_len=24,
     dtype="float32", steps_per_burst=1,
-)  # fmt: skip
+).for_platform("cpu")  # fmt: skip
 KINDS = ("continuous", "static")
 
 

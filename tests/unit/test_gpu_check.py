@@ -82,7 +82,7 @@ def test_it_needs_nothing_but_jax_flax_and_numpy():
     program = (
         "import sys, flax.nnx\n"  # flax brings rich and orbax itself
         "blocked = {'gguf', 'tokenizers', 'safetensors', 'huggingface_hub', 'jinja2', 'tqdm', 'typer', 'matplotlib',"
-        " 'platformdirs', 'numba'}\n"
+        " 'platformdirs', 'numba', 'psutil', 'pynvml'}\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] in blocked: raise ImportError('blocked ' + name)\n"

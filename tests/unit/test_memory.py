@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from jpaged.runtime import memory
 from jpaged.runtime.memory import (
     DEVICE_RESERVE_BYTES,
     CardMemory,
@@ -124,7 +125,7 @@ class Driver:
 )
 def test_the_driver_is_asked_for_the_card_that_jax_sees(monkeypatch, visible, number, total):
     """Catches: the memory of another card, where CUDA_VISIBLE_DEVICES leaves some out or names them."""
-    monkeypatch.setattr(memory, "pynvml", driver := Driver())
+    monkeypatch.setitem(sys.modules, "pynvml", driver := Driver())
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     told = card_memory(SimpleNamespace(local_hardware_id=number), environ)
     assert told == (None if total is None else CardMemory(total * GB, 70 * GB))
@@ -132,13 +133,13 @@ def test_the_driver_is_asked_for_the_card_that_jax_sees(monkeypatch, visible, nu
 
 
 def test_without_a_driver_nothing_is_known_of_a_card(monkeypatch):
-    monkeypatch.setattr(memory, "pynvml", Driver(installed=False))
+    monkeypatch.setitem(sys.modules, "pynvml", Driver(installed=False))
     assert card_memory(SimpleNamespace(local_hardware_id=0), {}) is None
 
 
 def test_available_memory_is_the_least_of_what_the_system_says(monkeypatch):
     """Catches: a container whose limit is not seen, since the system tells what the whole machine has."""
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=4_096_000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4_096_000))
 
     def group(**files):
         def read(path):

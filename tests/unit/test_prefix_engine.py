@@ -233,7 +233,7 @@ def test_preempted_requests_that_find_their_prefix_get_no_token_too_many():
     # Each request counts once, however often it came back.
     assert stats.prefix_queries == sum(map(len, prompts))
     assert stats.prefix_hits == 31 * 64 and stats.prefix_hit_rate == 31 * 64 / stats.prefix_queries
-    assert "found computed" in str(stats)
+    assert "prompt tokens found" in str(stats)
 
 
 def test_a_common_prefix_multiplies_what_a_pool_holds():
