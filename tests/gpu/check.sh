@@ -3,7 +3,8 @@
 # step. In fresh environments of their own, for the JAX of the project's other tests is too old for the kernels.
 #
 #   tests/gpu/check.sh                what CI runs: the core of the list with JAX 0.12, and a class compiled with 0.11.2;
-#                                     the whole list where the kernels are not those of the last whole run (digest.py)
+#                                     where the kernels are not those of the last whole run (digest.py), it says that
+#                                     the whole list is due, which takes longer than CI may
 #   tests/gpu/check.sh whole          the whole list
 #   tests/gpu/check.sh record         the same, and records its tables and digest: commit them with the change
 #   tests/gpu/check.sh 3.12 0.11.2    the whole list with one JAX: before anything goes to a GPU that has it
@@ -42,8 +43,8 @@ record() { # JAX
 }
 
 mode=${1:-core}
-if [ "$mode" = core ] && ! python3 tests/gpu/digest.py; then
-    mode=whole
+if [ "$mode" = core ]; then
+    python3 tests/gpu/digest.py || echo "WARNING: the whole list of the GPU kernels' tests is due" >&2
 fi
 case $mode in
 core)
