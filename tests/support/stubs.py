@@ -112,3 +112,10 @@ class HistoryDecoder:
             return None
         total = sum((token + 1) * (place % 7 + 1) for place, token in enumerate(tokens))
         return 1 + total % (self.vocab - 2)
+
+    def continuation(self, prompt, count: int) -> list[int]:
+        """The ids that it emits after `prompt`, greedily; `prompt` is without `nan_token`."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(self.following(tokens))
+        return tokens[len(prompt) :]

@@ -45,10 +45,7 @@ def drain(engine, at_burst=lambda burst: None) -> dict[str, list[int]]:
 
 
 def alone(decoder, prompt, count) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(decoder.following(tokens))
-    return tokens[len(prompt) :]
+    return decoder.continuation(prompt, count)
 
 
 def mix(count: int, seed: int = 0) -> list[Request]:

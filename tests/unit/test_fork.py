@@ -28,10 +28,7 @@ PROMPT = [5, 3, 8, 1, 9, 2, 7, 4, 6, 0, 2]  # two pages and three tokens
 
 
 def follow(prompt, count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(READER.following(tokens))
-    return tokens[len(prompt) :]
+    return READER.continuation(prompt, count)
 
 
 def continuations(prompt, count: int, tokens: int) -> list[Ask]:

@@ -27,10 +27,7 @@ STEM = np.random.default_rng(0).integers(0, 30, 48).tolist()
 
 
 def alone(tokens, count: int) -> list[int]:
-    known = list(tokens)
-    for _ in range(count):
-        known.append(READER.following(known))
-    return known[len(tokens) :]
+    return READER.continuation(tokens, count)
 
 
 def table(driver: Driver, slot: int) -> list[int]:

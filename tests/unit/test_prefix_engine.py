@@ -50,10 +50,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def alone(tokens, count: int = 8) -> list[int]:
-    known = list(tokens)
-    for _ in range(count):
-        known.append(READER.following(known))
-    return known[len(tokens) :]
+    return READER.continuation(tokens, count)
 
 
 @dataclass

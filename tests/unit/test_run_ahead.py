@@ -32,10 +32,7 @@ def ask(name: str, prompt=(1, 2, 3), **changes) -> Request:
 
 
 def alone(prompt, count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(READER.following(tokens))
-    return tokens[len(prompt) :]
+    return READER.continuation(prompt, count)
 
 
 def run(engine: Engine, got=None, at_burst=lambda burst: None) -> dict[str, list[int]]:

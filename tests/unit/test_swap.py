@@ -50,10 +50,7 @@ def mix(count: int, seed: int = 0, priorities: tuple[int, ...] = (0,)) -> list[R
 
 
 def alone(request: Request) -> list[int]:
-    tokens = list(request.prompt_token_ids)
-    for _ in range(request.params.max_tokens or 0):
-        tokens.append(READER.following(tokens) or 0)
-    return tokens[len(request.prompt_token_ids) :]
+    return READER.continuation(request.prompt_token_ids, request.params.max_tokens or 0)
 
 
 def drain(engine: Engine, requests: list[Request], most_bursts: int = 500) -> None:
