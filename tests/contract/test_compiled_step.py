@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from support.drive import Ask, compiled, jit_submit, submission
 from support.record import recorded
+from support.shapes import LLAMA_8B, LLAMA_70B
 from support.stubs import STUB_SHAPE, HistoryDecoder, Traces
 from support.tiny import TINY, tiny_decoder
 
@@ -262,6 +263,8 @@ def cuda_plugin(request) -> Path | None:
 
 
 KERNELS = jax.__version_info__ >= (0, 11)
+#: Layers of the models of which two are compiled.
+WHOLE_LAYERS = {"llama-8b-2": LLAMA_8B.num_layers, "llama-70b-2": LLAMA_70B.num_layers}
 STEP_SCRIPT = Path(__file__).parents[1] / "gpu" / "aot_step.py"
 
 
@@ -310,7 +313,9 @@ def test_on_h200s_nothing_grows_with_the_pool(model, cuda_plugin, record_propert
         assert counts["pool_copies"] == 0
         # Some arrays of rows x vocabulary for the sampler, and per token of the budget what a layer holds.
         bound = 7 * counts["logits_bytes"] + counts["budget"] * 512 * 1024
-        assert counts["temporary_bytes"] < bound < counts["pool_bytes"] / 20
+        # Of two layers of a model the pool is small, and the bound is not: it is little beside the whole model's pool.
+        all_layers = WHOLE_LAYERS.get(model, counts["layers"])
+        assert counts["temporary_bytes"] < bound < all_layers * counts["pool_bytes"] / counts["layers"] / 20
         assert counts["conditionals"] == 2
         burst = [] if counts["steps"] is None else [counts["steps"]]
         assert counts["known_loops"] == burst
@@ -324,4 +329,5 @@ def test_on_h200s_nothing_grows_with_the_pool(model, cuda_plugin, record_propert
     if model.startswith("llama-8b"):
         full, half, _ = programs
         grown = abs(full["temporary_bytes"] - half["temporary_bytes"])
-        assert grown <= 1024 * (full["pages"] - half["pages"]) < (full["pool_bytes"] - half["pool_bytes"]) / 1000
+        pages, layer_bytes = full["pages"] - half["pages"], (full["pool_bytes"] - half["pool_bytes"]) / full["layers"]
+        assert grown <= 1024 * pages < WHOLE_LAYERS.get(model, full["layers"]) * layer_bytes / 1000
