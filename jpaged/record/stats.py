@@ -59,28 +59,43 @@ class StepStats:
     pages_cached: int = 0  # pages that no table names and that can be found
     prefix_hits: int = 0  # tokens of prompts that were found computed
     swapped_out: int = 0  # of those preempted, requests whose pages went to the host
+    swapped_in: int = 0  # requests resumed with pages from the host; not counted in `admitted`
     # tokens that a static baseline would reserve if each row of the batch got the longest request of that batch
     longest_of_batch_tokens: int = 0
-    swapped_in: int = 0  # requests resumed with pages from the host; not counted in `admitted`
 
     @classmethod
-    def of(cls, record: Any, step: int, budget: int, pending: int = 0) -> StepStats:
-        """From a `StepRecord` of numpy arrays, and the number of requests that wait on the host."""
-        return cls(
-            step=step,
-            running=int(record.running),
-            waiting=int(record.waiting) + pending,
-            pages_in_use=int(record.pages_in_use),
-            tokens_in_pages=int(record.tokens_stored),
-            scheduled_tokens=int(record.scheduled.sum()),
-            budget=budget,
-            admitted=int(record.admitted),
-            preempted=int(record.preempted),
-            pages_cached=int(record.pages_cached),
-            prefix_hits=int(record.prefix_hits),
-            swapped_out=int(record.to_host.sum()),
-            swapped_in=int(record.restored),
-        )
+    def of(cls, record: Any, step: int, budget: int) -> StepStats:
+        """Of one step, from its `StepRecord` of numpy arrays. `waiting` counts the queue on the device."""
+        (only,) = cls.of_burst(record, step, budget)
+        return only
+
+    @classmethod
+    def of_burst(cls, records: Any, first: int, budget: int, pending: int = 0) -> list[StepStats]:
+        """Of each step of a burst.
+
+        Args:
+            records: a `StepRecord` of numpy arrays, stacked `[steps, ...]`, or that of one step.
+            first: the number of the first step.
+            budget: tokens that each step computed, padding included.
+            pending: requests that wait on the host.
+        """
+        columns = {name: np.atleast_1d(getattr(records, source)).tolist() for name, source in _COLUMNS.items()}
+        sums = {name: np.atleast_1d(getattr(records, source).sum(axis=-1)).tolist() for name, source in _SUMS.items()}
+        columns |= sums | {"waiting": [count + pending for count in columns["waiting"]]}
+        rows = zip(*columns.values(), strict=True)
+        return [
+            cls(step=step, budget=budget, **dict(zip(columns, row, strict=True)))
+            for step, row in enumerate(rows, first)
+        ]
+
+
+#: Fields of `StepStats` by the field of a `StepRecord` that has their value, and by the one that is summed over slots.
+_COLUMNS = {
+    "running": "running", "waiting": "waiting", "pages_in_use": "pages_in_use", "tokens_in_pages": "tokens_stored",
+    "admitted": "admitted", "preempted": "preempted", "pages_cached": "pages_cached", "prefix_hits": "prefix_hits",
+    "swapped_in": "restored",
+}  # fmt: skip
+_SUMS = {"scheduled_tokens": "scheduled", "swapped_out": "to_host"}
 
 
 class History(Sequence[StepStats]):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -83,12 +84,18 @@ class DeviceSide:
         #: Whether pages are on their way to or from the host: then the state does not say what is in them.
         self.moving = False
         if self.state.swap is not None:
-            start = time.perf_counter()
-            with programs_kept(config.compilation_cache):
+            with self._compiling():
                 self._host_pool = HostPool(self.state.pool, self.state.swap.num_chunks)
-            self.compile_seconds += time.perf_counter() - start
 
     # -- programs
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Keeps what is compiled for the next process, and counts the time."""
+        start = time.perf_counter()
+        with programs_kept(self._config.compilation_cache):
+            yield
+        self.compile_seconds += time.perf_counter() - start
 
     def steps(self, budget: int) -> int:
         """Steps in a burst. One that can hold a long prompt is followed by a look at what is wanted next."""
@@ -97,10 +104,8 @@ class DeviceSide:
     def program(self, budget: int, candidates: int = 0) -> Any:
         """See `Engine.program`."""
         if (budget, candidates) not in self.bursts:
-            start = time.perf_counter()
-            with programs_kept(self._config.compilation_cache):
+            with self._compiling():
                 self.bursts[budget, candidates] = self._programs.burst(budget, self.steps(budget), candidates)
-            self.compile_seconds += time.perf_counter() - start
         return self.bursts[budget, candidates]
 
     @property
@@ -110,10 +115,8 @@ class DeviceSide:
 
     def _helper(self, function: Any, argument: Any) -> Any:
         if function not in self._helpers:
-            start = time.perf_counter()
-            with programs_kept(self._config.compilation_cache):
+            with self._compiling():
                 self._helpers[function] = self._programs.of_state(function, argument)
-            self.compile_seconds += time.perf_counter() - start
         return self._helpers[function]
 
     def to_compile(self) -> list[Callable[[], Any]]:
@@ -135,13 +138,10 @@ class DeviceSide:
 
     # -- what changes the state. A trace keeps it in the same order.
 
-    def _tell(self, told: Input) -> None:
-        if self.trace is not None:
-            self.trace.inputs.append(told)
-
-    def tell(self, told: Input) -> None:
+    def tell(self, given: Input) -> None:
         """Keeps what changed the state, for a replay."""
-        self._tell(told)
+        if self.trace is not None:
+            self.trace.inputs.append(given)
 
     def put(self, batch: Submission) -> None:
         """Puts the requests of a batch of SUBMIT_BATCH into the queue."""
@@ -223,7 +223,7 @@ class DeviceSide:
     def _start_empty(self) -> None:
         with programs_kept(self._config.compilation_cache):
             self.state = empty_state(self._config, self._model)
-        self._tell(Restart())
+        self.tell(Restart())
         self.figures = self.nothing()
 
     def nothing(self) -> Figures:

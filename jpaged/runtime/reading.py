@@ -114,33 +114,15 @@ def figures_of_steps(records: Any, budget: int, done: int, pending: int) -> tupl
         done: steps before.
         pending: requests that wait on the host.
     """
-    scheduled, to_host = records.scheduled.sum(axis=1).tolist(), records.to_host.sum(axis=1).tolist()
-    columns = {
-        name: getattr(records, name).tolist()
-        for name in (
-            "running", "waiting", "pages_in_use", "tokens_stored", "admitted", "preempted", "pages_cached",
-            "prefix_hits", "restored",
-        )
-    }  # fmt: skip
-    steps = [
-        StepStats(
-            step=done + 1 + number, running=running, waiting=waiting + pending, pages_in_use=in_use,
-            tokens_in_pages=stored, scheduled_tokens=scheduled[number], budget=budget, admitted=admitted,
-            preempted=preempted, pages_cached=cached, prefix_hits=hits, swapped_out=to_host[number],
-            swapped_in=restored,
-        )
-        for number, (running, waiting, in_use, stored, admitted, preempted, cached, hits, restored) in enumerate(
-            zip(*columns.values(), strict=True)
-        )
-    ]  # fmt: skip
-    computed = sum(scheduled)
+    steps = StepStats.of_burst(records, done + 1, budget, pending)
+    computed = sum(step.scheduled_tokens for step in steps)
     lost = int(records.discarded.sum()) - int(records.recovered.sum())  # by preemption: computed once in vain
     return steps, {
         "steps": len(steps),
         "useful": computed - lost,
         "wasted": budget * len(steps) - computed + lost,
-        "preemptions": sum(columns["preempted"]),
-        "swaps": sum(to_host),
+        "preemptions": sum(step.preempted for step in steps),
+        "swaps": sum(step.swapped_out for step in steps),
         "prefix_queries": int(records.prefix_queries.sum()),
-        "prefix_hits": sum(columns["prefix_hits"]),
+        "prefix_hits": sum(step.prefix_hits for step in steps),
     }
